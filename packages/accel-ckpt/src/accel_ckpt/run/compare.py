@@ -106,9 +106,13 @@ def audit(
             findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
     in_parts = {role for role in _IN_PARTS if role not in expected.hooked}
     parts = {name.partition("/")[0] for name in names if file_names.role_of(name) in in_parts}
+    findings.notes += [
+        f"the folder {name} is not loaded: a hook has taken its model out"
+        for name in sorted(parts.intersection(expected.hooked))
+    ]
     findings.others += [
         f"the folder {name} is not loaded: there is nothing in parts for it here"
-        for name in sorted(parts.difference(expected.folders))
+        for name in sorted(parts.difference(expected.folders, expected.hooked))
     ]
     # Other files, such as a README, are the user's own.
     findings.notes += [

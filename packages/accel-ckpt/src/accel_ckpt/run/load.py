@@ -113,7 +113,13 @@ class Objects:
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
     parts: Parts | None = None  # further models and optimizers
+    owners: Sequence[torch.nn.Module] = ()  # all models, where some are not loaded here
     sharded: bool = False  # whether processes have parts of the models, however these are loaded
+
+    @property
+    def every(self) -> Sequence[torch.nn.Module]:
+        """All models whose parameters optimizers and gradients may be of."""
+        return self.owners or self.models
 
     def expected(self, hooked: Collection[str]) -> Expected:
         """Return what files they need."""
@@ -201,7 +207,7 @@ def restore(
         for index, optimizer in enumerate(objects.optimizers):
             name = file_names.optimizer_file(index)
             if name in reading.names:
-                state, lines = match_groups(name, index, reading.load(name), optimizer, objects.models)
+                state, lines = match_groups(name, index, reading.load(name), optimizer, objects.every)
                 findings.core += lines
                 if lines:
                     left.append(optimizer)
@@ -216,7 +222,7 @@ def restore(
         for _, name in objects.stateful():
             if name in reading.names - idle:
                 states[name] = reading.load(name)
-        _read_gradients(reading, objects.models, process_index, process, states, findings)
+        _read_gradients(reading, objects.every, process_index, process, states, findings)
         for index, loader in enumerate(objects.loaders):
             if (fitting := _check_loader(reading, loader, index, undo, findings)) is not None:
                 loaders.append(fitting)
@@ -249,7 +255,7 @@ def restore(
         # Once more: loading modules and optimizers may draw random numbers.
         set_rng_state(generators, process)
         if gradients in states:
-            set_gradients(objects.models, states.pop(gradients))
+            set_gradients(objects.every, states.pop(gradients))
 
     # All is compared before anything is changed, as far as it can be. What may still refuse its state comes
     # before the models, and is put back if something fails. Collectives come between, in one order.
@@ -262,7 +268,7 @@ def restore(
         generators = _random_states(reading, process_index, process)
         states |= _load_registered(reading, objects, states, process)
         result = together(load_small, process, "loading the checkpoint")
-        if objects.models and reading.facts.get("open_window") and gradients not in states:
+        if objects.every and reading.facts.get("open_window") and gradients not in states:
             result = {"step": 0}  # training begins a new window
         for item in [*objects.optimizers, *([] if objects.parts is None else objects.parts.optimizers)]:
             if isinstance(optimizer := inner_optimizer(item), torch.optim.Optimizer):

@@ -99,8 +99,12 @@ def _numbered(
             called = names.get(id(parameter), [])
             found = next((name for name in called if name in left), None)
             if found is None:
-                what = called[0] if called else "the name of a parameter, which is in no model here"
-                lines.append(f"{file} has no {what} in group {place} for optimizer {index}")
+                lines.append(
+                    f"{file} has no {called[0]} in group {place} for optimizer {index}"
+                    if called
+                    else f"group {place} of optimizer {index} has a parameter of shape "
+                    f"{list(parameter.shape)} that is in no model here, so that {file} has no name for it"
+                )
             else:
                 left.remove(found)
                 numbers[spelled[found]] = len(numbers)

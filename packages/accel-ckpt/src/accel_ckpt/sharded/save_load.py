@@ -53,11 +53,13 @@ class Parts:
         models: The models.
         optimizers: The optimizers.
         owners: For each optimizer, which model has its parameters.
+        taken: The numbers of models whose weights somebody else saves and loads.
     """
 
     models: Sequence[torch.nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     owners: Sequence[int]
+    taken: Collection[int] = ()
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class Parts:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         owners: Sequence[int] | None = None,
+        taken: Collection[int] = (),
     ) -> Parts:
         """Check which optimizer belongs to which model; by default the first to the first, and so on.
 
@@ -77,7 +80,12 @@ class Parts:
                 f"each optimizer needs its model, at the same place or named in owners: there are "
                 f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
             )
-        return cls(models, optimizers, found)
+        return cls(models, optimizers, found, taken)
+
+    @property
+    def kept(self) -> list[tuple[int, torch.nn.Module]]:
+        """The models whose weights are in parts here, with their numbers."""
+        return [(index, model) for index, model in enumerate(self.models) if index not in self.taken]
 
     def owner(self, index: int) -> torch.nn.Module:
         """Return the model of an optimizer."""
@@ -86,7 +94,7 @@ class Parts:
     def folders(self) -> list[tuple[str, str]]:
         """Return what each folder is for, and the folder's name."""
         return [
-            *((f"model {i}", file_names.sharded_model_folder(i)) for i in range(len(self.models))),
+            *((f"model {i}", file_names.sharded_model_folder(i)) for i, _ in self.kept),
             *(
                 (f"optimizer {i}", file_names.sharded_optimizer_folder(i))
                 for i in range(len(self.optimizers))
@@ -118,6 +126,7 @@ def save_sharded_state(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     owners: Sequence[int] | None = None,
+    taken: Collection[int] = (),
     process: Process | None = None,
 ) -> None:
     """Save the weights and optimizer states of sharded models. Every process must call it.
@@ -130,16 +139,17 @@ def save_sharded_state(
         models: The models, sharded with `fully_shard` or not.
         optimizers: The optimizers; with no `owners`, one for each of the first models.
         owners: For each optimizer, which model has its parameters.
+        taken: The numbers of models whose weights are left out.
         process: This process; by default the current one.
 
     Raises:
         ValueError: If there are more optimizers than models.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    parts = Parts.of(models, optimizers, owners)
+    parts = Parts.of(models, optimizers, owners, taken)
     process = current_process() if process is None else process
     with staged(output_dir, process=process) as staging:
-        for index, model in enumerate(parts.models):
+        for index, model in parts.kept:
             weights = {"model": pack_extra_state(get_model_state_dict(model), f"model {index}")}
             write_parts(weights, file_names.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
@@ -201,7 +211,7 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
     saved = {name: index.state_dict_metadata for name, index in indexes.items()}
     states, lacking = {}, []
     found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
-    for index, model in enumerate(parts.models):
+    for index, model in parts.kept:
         name = file_names.sharded_model_folder(index)
         if name in saved:
             state = flatten_state_dict({"model": without_extra_state(get_model_state_dict(model))})[0]
@@ -247,7 +257,7 @@ def load_parts(
                 index=compared.indexes[name],
                 state=compared.states.pop(index),
             )
-    for index, model in enumerate(parts.models):
+    for index, model in parts.kept:
         name = file_names.sharded_model_folder(index)
         if strict or name in compared.indexes:
             index_read = compared.indexes[name]

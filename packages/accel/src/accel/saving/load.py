@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,20 +89,27 @@ def load_state(
     # Where a hook fails on one process, the others must not wait for it in the collectives below.
     together(call_hooks, run.process, "calling the hooks of load_state")
     left = {id(model) for model in shown}
-    models = [model for model, known in zip(run.models, of_hooks, strict=True) if id(known) in left]
-    # Models whose weights the engine reads from its own files are not for `restore`.
-    others = [model for model in models if not engine.states.is_own(model)]
+    taken = {index for index, known in enumerate(of_hooks) if id(known) not in left}
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reading.names)
+    # Models whose weights the engine reads from its own files are not for `restore`.
+    own = {index for index, model in enumerate(run.models) if engine.states.is_own(model)}
+    models = {
+        index: engine.states.model_to_load(model)
+        for index, model in enumerate(run.models)
+        if index not in own and not in_parts
+    }
     objects = Objects(
-        [] if in_parts else [engine.states.model_to_load(model) for model in others],
+        [model for index, model in models.items() if index not in taken],
         [] if in_parts else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
         run.schedulers,
         run.loaders,
         run.scaler,
         run.registered,
-        _parts(run) if in_parts else None,
+        _parts(run, taken) if in_parts else None,
+        # The optimizer of a model that a hook has taken out needs the names of its parameters.
+        list(models.values()),
         sharded=engine.gradients.in_parts,
     )
     buffers = read_own_buffers(run, reading)  # before anything is changed
@@ -110,9 +118,9 @@ def load_state(
         objects,
         run.process.rank,
         run.process,
-        hooked={*_left_to_hooks(run, len(models)), *file_names.ENGINE_ROLES},
+        hooked={*_left_to_hooks(run, taken), *file_names.ENGINE_ROLES},
         strict=strict,
-        **options if len(others) == len(models) else {},
+        **{} if own else options,
     )
     set_own_buffers(run, buffers)
     engine.states.load_own(reading.folder, **options)  # DeepSpeed and Megatron read their own files
@@ -132,20 +140,24 @@ def load_state(
     return True
 
 
-def _parts(run: Run) -> Parts:
+def _parts(run: Run, taken: Collection[int]) -> Parts:
     from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
 
-    return Parts.of(**parts_of(run))
+    return Parts.of(**parts_of(run), taken=taken)
 
 
-def _left_to_hooks(run: Run, left: int) -> set[str]:
+def _left_to_hooks(run: Run, taken: Collection[int]) -> set[str]:
     """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
     if not run.load_hooks:
         return set()
-    # Hooks are taken to remove models from the end of the list, as `pop()` does.
-    taken = range(left, len(run.models))
-    extra = map(file_names.extra_state_file, taken)
-    return {"other", *(name for index in taken for name in file_names.model_files(index)), *extra}
+    # Of whole weights hooks are taken to remove models from the end of the list, as `pop()` does.
+    last = range(len(run.models) - len(taken), len(run.models))
+    return {
+        "other",
+        *(name for index in last for name in file_names.model_files(index)),
+        *map(file_names.extra_state_file, last),
+        *(file_names.sharded_model_folder(index) for index in taken),
+    }
 
 
 def _is_any_there(run: Run, input_dir: str | None) -> bool:

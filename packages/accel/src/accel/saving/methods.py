@@ -185,14 +185,23 @@ class CheckpointControl:
         save.register(self.run, objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` before `save_state` writes."""
+        """Call `hook(models, weights, output_dir)` before `save_state` writes.
+
+        `weights` has the state of each model (this process's part of it where checkpoints are in parts), but
+        not of those in an engine's own files (DeepSpeed, LOCAL_STATE_DICT). What a hook takes out of this
+        list is not saved: the hook writes it itself.
+        """
         # torch's handle removes the hook from this very dictionary, by its id.
         handle = RemovableHandle(self.run.save_hooks)
         self.run.save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` before `load_state` reads."""
+        """Call `hook(models, input_dir)` before `load_state` reads.
+
+        The weights of a model that a hook takes out of the list are not loaded, but for those in an engine's
+        own files; its optimizer's state is.
+        """
         handle = RemovableHandle(self.run.load_hooks)
         self.run.load_hooks[handle.id] = hook
         return handle

@@ -116,9 +116,11 @@ def save_state(
     with staged(
         folder, save_on_each_node=each_node, process=process, blocking=blocking, incremental=incremental
     ) as staging:
-        weights, optimizers = _whole_states(run)
+        saves_parts = run.engine.states.saves_parts
+        weights, optimizers = (_parts_for_hooks(run), []) if saves_parts else _whole_states(run)
         # By the states themselves, as hooks may take some out of the list.
-        frozen = _frozen(run, weights) if incremental else {}
+        frozen = _frozen(run, weights) if incremental and not saves_parts else {}
+        given = [id(state) for state in weights]
 
         def write_shared() -> None:
             # Hooks may take weights out of the list and write them themselves.
@@ -126,7 +128,7 @@ def save_state(
                 hook(models_of_hooks(run), weights, str(staging.path))
             save_accelerator_state(
                 staging.path,
-                weights,
+                [] if saves_parts else weights,
                 optimizers,
                 run.schedulers,
                 run.loaders,
@@ -137,17 +139,19 @@ def save_state(
                 safe_serialization,
                 gradients=get_gradients(run.models) if run.window.step else None,
                 window=run.window.state_dict(),
-                frozen=[frozen.get(id(state), ()) for state in weights],
+                frozen=[] if saves_parts else [frozen.get(id(state), ()) for state in weights],
                 gathered=run.engine.states.gathers_parts,
                 process=process,
             )
 
         # Agreed on before the parts, whose collectives a process that has failed would not join.
         together(write_shared, process, "writing the checkpoint")
-        if run.engine.states.saves_parts:
+        if saves_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
-            save_sharded_state(staging.path, **parts_of(run), process=process)
+            left = {id(state) for state in weights}
+            taken = [index for index, state in enumerate(given) if state not in left]
+            save_sharded_state(staging.path, **parts_of(run), taken=taken, process=process)
         if run.engine.gradients.in_parts:
             save_own_buffers(run, staging)
         run.engine.states.save_own(staging.path, **options)
@@ -181,14 +185,21 @@ def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection
 
 
 def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The states that one process writes for all; none where each process writes its parts."""
+    """The states that one process writes for all."""
     engine = run.engine
-    if engine.states.saves_parts:
-        return [], []
     # Collective under some engines: every process calls it, also those that get nothing to write.
     weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
+
+
+def _parts_for_hooks(run: Run) -> list[dict[str, Any]]:
+    """This process's part of the models' states, of which hooks may take some out; none without hooks."""
+    if not run.save_hooks:
+        return []
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return [get_model_state_dict(run.engine.states.state_root(model)) for model in run.models]
 
 
 def parts_of(run: Run) -> dict[str, Any]:
