@@ -40,7 +40,7 @@ def test_the_programs_print_and_write_what_the_page_shows(tmp_path, monkeypatch,
     from accel.trackers import registry
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "REGISTERED", {})
     names = {"__name__": "page"}
     for kind, text in BLOCKS:
         if kind == "python":

@@ -366,8 +366,8 @@ def test_the_accelerator_guards_trackers_that_do_not_guard_themselves(world):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTERED", {})
-    return registry._REGISTERED
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    return registry.REGISTERED
 
 
 @pytest.mark.usefixtures("registered")
