@@ -61,8 +61,8 @@ class LateAverage(Engine):
         super().backward(loss, **kwargs)
         if self.context.gradient_state.sync_gradients:
             for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad = self.average(parameter.grad)
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.average(own)  # processes may have used different parameters
 
     def average(self, gradient):
         """The mean over all processes."""

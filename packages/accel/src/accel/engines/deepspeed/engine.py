@@ -311,6 +311,7 @@ class DeepSpeedEngine(Engine):
         trained = list(parameters_of([optimizer]))  # before DeepSpeed puts its copies there
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
+        gradients.reduce_alike(engine, self.context.process, self.name)
         if self._groups is not None:
             gradients.count_parts_once(engine)
         self._driver = DeepSpeedEngineWrapper(engine, trained)

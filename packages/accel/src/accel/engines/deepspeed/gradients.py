@@ -8,12 +8,20 @@ the engine contract's tests compare every result with plain torch.
 from __future__ import annotations
 
 import contextlib
+import weakref
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from accel.engines.common.same_order import ZERO3_FIX, check_same_order
 from accel.engines.deepspeed.runtime import part
+
+if TYPE_CHECKING:
+    from accel_state.process.facts import Process
 
 
 def in_parameters(engine: Any) -> bool:
@@ -155,6 +163,78 @@ def forget_trial_step(engine: Any) -> None:
         return
     engine.basic_optimizer.state.clear()
     engine.optimizer.refresh_fp32_params()
+
+
+def reduce_alike(engine: Any, process: Process, name: str) -> None:
+    """Have each gradient be reduced with that of the same parameter, where processes use different ones.
+
+    DeepSpeed lays the gradients of a process into buckets, and adds up the buckets.
+
+    Args:
+        engine: The engine.
+        process: This process.
+        name: What the Accelerator's engine is called.
+    """
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if process.world_size == 1 or not stage or _accumulates_apart(engine):
+        return
+    if stage == 3:
+        check_same_order(engine.module, _gathered_modules(engine.module), process, name, ZERO3_FIX)
+    elif stage == 1 and not optimizer.overlap_comm:  # reduced at the window's end, in the order of parameters
+        optimizer.reduce_gradients = partial(_reduce_all, weakref.ref(optimizer))
+    else:
+        names = {id(item): key for key, item in engine.module.named_parameters()}
+        optimizer.reduce_ipg_grads = partial(_reduce_checked, weakref.ref(optimizer), process, name, names)
+
+
+def _gathered_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules whose parameters stage 3 gathers together."""
+    leaves = [name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in leaves
+        or (module._parameters and not any(name.startswith(f"{leaf}.") for leaf in leaves))
+    }
+
+
+def _reduce_all(reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> None:
+    optimizer: Any = reference()
+    for parameter in (item for group in optimizer.bit16_groups for item in group):
+        if parameter.requires_grad and optimizer.get_gradient_for_reduction(parameter) is None:
+            parameter.grad = torch.zeros_like(parameter)
+            if optimizer.use_grad_accum_attribute:
+                optimizer._fill_param_grad_accum_attribute(parameter)
+    # The class's method, as the instance's is this function; weakly bound, so that the engine can be freed.
+    type(optimizer).reduce_gradients(optimizer, *args, **kwargs)
+
+
+def _reduce_checked(
+    reference: weakref.ref[Any], process: Process, name: str, names: dict[int, str], comm_dtype: Any = None
+) -> None:
+    """Reduce what is in buckets, once all processes have the same in them.
+
+    Raises:
+        RuntimeError: If they have not; on all processes.
+    """
+    optimizer: Any = reference()
+    places = [item[:2] for bucket in optimizer.ipg_buckets.values() for item in bucket.params]
+    number = zlib.crc32(repr((comm_dtype, places)).encode())
+    here = torch.tensor([number, -number], device=process.device)
+    dist.all_reduce(here, dist.ReduceOp.MAX)
+    if here[0] != -here[1]:
+        own = {names[id(optimizer.bit16_groups[group][place])] for group, place in places}
+        every: list[Any] = [None] * process.world_size
+        dist.all_gather_object(every, own)
+        differing = sorted(set.union(*every) - set.intersection(*every)) or sorted(own)
+        ranks = [rank for rank, held in enumerate(every) if differing[0] in held]
+        raise RuntimeError(
+            f"{name}: {differing[0]} has a gradient on processes {ranks} of {process.world_size}, or comes at "
+            "another place in backward: DeepSpeed would add it to that of another parameter. Use all "
+            "parameters on all processes (add 0.0 * parameter.sum() to the loss); or set zero_stage=1 without "
+            "overlap_comm, where missing gradients count as zeros."
+        )
+    type(optimizer).reduce_ipg_grads(optimizer, comm_dtype=comm_dtype)
 
 
 def _accumulates_apart(engine: Any) -> bool:

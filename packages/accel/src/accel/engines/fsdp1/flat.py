@@ -103,6 +103,16 @@ def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataP
                 yield module, module._handle
 
 
+def units(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The wrapped modules, by their names in the plain model."""
+    found = root.named_modules()
+    return {
+        clean_tensor_name(name): module
+        for name, module in found
+        if isinstance(module, FullyShardedDataParallel)
+    }
+
+
 def free_gathered(models: Iterable[torch.nn.Module]) -> None:
     """Put shards in place of gathered parameters: what is still gathered misses an optimizer's step.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.engines.common.owner import ShardOwner
+from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.fsdp1 import flat
 from accel.engines.fsdp1.freezing import Freezing, drop_hooks_of_others
 
@@ -35,6 +36,7 @@ class FlatOwner(ShardOwner):
         self._models[model] = None
         handles = [handle for _, handle in flat.parts([model])]  # found once: a forward pass walks no modules
         model.register_forward_pre_hook(partial(drop_hooks_of_others, handles))
+        check_same_order(model, flat.units(model), self._process, "fsdp1", FSDP_FIX)
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is stepped: it itself, or the flat one that it lies in."""

@@ -210,7 +210,7 @@ class MeshEngine(ShardedEngine):
             before = aliases(model)
             model = plain = parallelize(model, plan)
             # After all of it: parameters are others now, and those of before may be in optimizers.
-            self.owner.add(plain, before)
+            self.owner.add(plain, before, self.name)
             if isinstance(plain, FSDPModule) and callable(getattr(plain, "generate", None)):
                 # In it models of transformers call parts of themselves, which gather no outer weights.
                 register_fsdp_forward_method(plain, "generate")

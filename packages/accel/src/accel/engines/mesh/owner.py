@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.common.owner import ShardOwner
 from accel.engines.common.repoint import Replaced
+from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.mesh import unsharded
 
 if TYPE_CHECKING:
@@ -33,17 +34,23 @@ class MeshOwner(ShardOwner):
         self._parts: weakref.WeakKeyDictionary[FSDPModule, None] = weakref.WeakKeyDictionary()
         # By identity, as `==` of tensors compares elements.
         self._shards: Any = WeakIdKeyDictionary()
+        self._filled: list[Any] = []  # parameters without a gradient here, until the window ends
 
-    def add(self, model: torch.nn.Module, before: dict[torch.nn.Parameter, list[str]]) -> None:
+    def add(self, model: torch.nn.Module, before: dict[torch.nn.Parameter, list[str]], engine: str) -> None:
         """Note a model that was made parallel.
 
         Args:
             model: The model.
             before: The parameters that it had, with their names.
+            engine: What the engine is called.
         """
         self.replaced.note(before, model)
         self._models[model] = None
-        self._parts.update(dict.fromkeys(part for part in model.modules() if isinstance(part, FSDPModule)))
+        parts = {name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+        self._parts.update(dict.fromkeys(parts.values()))
+        for part in parts.values():
+            unsharded.fill_unused(part, self._filled)
+        check_same_order(model, parts, self._process, engine, FSDP_FIX)
         for parameter in model.parameters():
             self._shards[parameter] = None
         if isinstance(model, FSDPModule):
@@ -72,6 +79,12 @@ class MeshOwner(ShardOwner):
         for model in self._models:
             if isinstance(model, FSDPModule):
                 unsharded.reduce(model)
+
+    def finish_window(self) -> None:
+        """Reduce what is left, and drop the gradients of parameters that no process has used."""
+        super().finish_window()
+        if self._filled:
+            unsharded.drop_unused(self._filled)
 
     def show_present(self) -> None:
         """Replace gathered parameters by their shards."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
 
 
 @contextlib.contextmanager
@@ -62,6 +63,56 @@ def _finish_backward(reference: weakref.ref[Any]) -> None:
             group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
     # The class's method, as the instance's is this function.
     type(state)._root_post_backward_final_callback(state)
+
+
+def fill_unused(part: FSDPModule, filled: list[Any]) -> None:
+    """Have parameters that a backward pass does not use here be reduced as zeros: others may use them.
+
+    torch reduces what has a gradient on this process with what has one on the next, whichever these are. Its
+    own `set_reduce_scatter_unused_params` (2.13) leaves zeros where no process used a parameter.
+
+    Args:
+        part: A module that shards parameters.
+        filled: Where those are noted, for `drop_unused`.
+    """
+    for group in _groups(part):
+        group.post_backward = partial(_post_backward, weakref.ref(group), filled)
+
+
+def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any) -> None:
+    group: Any = reference()
+    has_gradient = [_held(parameter) is not None for parameter in group.fsdp_params]
+    if group.reduce_grads and any(has_gradient):
+        for parameter, has in zip(group.fsdp_params, has_gradient, strict=True):
+            if not has and parameter.sharded_param.requires_grad:
+                # Zeros with a sign: a sum is -0.0 only where no process adds another number.
+                parameter._unsharded_param.grad = torch.full_like(parameter._unsharded_param, -0.0)
+                filled.append(parameter)
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+            for parameter in group.fsdp_params:  # torch reduces gradients of one dtype together
+                if parameter.unsharded_accumulated_grad is None:
+                    parameter.to_accumulated_grad_if_needed()
+    # The class's method, as the instance's is this function.
+    type(group).post_backward(group)
+
+
+def drop_unused(filled: list[Any]) -> None:
+    """Drop the gradients of parameters that no process has used, as they have none on one process."""
+    for parameter in filled:
+        gradient = parameter.sharded_param.grad
+        if gradient is not None and not _is_empty_somewhere(parameter):
+            local = gradient.to_local()
+            if bool(((local == 0) & torch.signbit(local)).all()):
+                parameter.sharded_param.grad = None
+    filled.clear()
+
+
+def _is_empty_somewhere(parameter: Any) -> bool:
+    """Whether some process has no element, and so cannot see if there is a gradient: all keep zeros then."""
+    whole, shards = parameter._unsharded_param, getattr(parameter.mesh_info, "shard_mesh_size", 1)
+    local = whole.to_local() if isinstance(whole, DTensor) else whole
+    length = local.shape[parameter.fsdp_placement.dim]
+    return -(-length // shards) * (shards - 1) >= length
 
 
 def gradients(parts: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:
