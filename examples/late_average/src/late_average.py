@@ -60,7 +60,8 @@ class LateAverage(Engine):
         """Average at the end of a window; what was averaged already stays as it is."""
         super().backward(loss, **kwargs)
         if self.context.gradient_state.sync_gradients:
-            for parameter in self.parameters.values():
+            trained = [item for item in self.parameters.values() if item.requires_grad]
+            for parameter in trained:
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self.average(own)  # processes may have used different parameters
 

@@ -144,6 +144,35 @@ _ELSEWHERE = {"Adafactor"}
 """Known by their names in any library: transformers' Adafactor factors its state as torch's does."""
 
 
+def check_hooks(
+    model: torch.nn.Module,
+    engine: str,
+    fix: str,
+    modules: Collection[str] | None = None,
+    kinds: Collection[str] = ("_backward_hooks", "_post_accumulate_grad_hooks"),
+) -> None:
+    """Reject hooks on parameters that are going to be replaced: nothing would call them.
+
+    Args:
+        model: The model.
+        engine: What the engine is called.
+        fix: The way out, for the message.
+        modules: The names of modules whose own parameters are meant; None for all.
+        kinds: The attributes of torch that have hooks.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    for name, parameter in model.named_parameters():
+        is_meant = modules is None or name.rpartition(".")[0] in modules
+        if is_meant and any(getattr(parameter, kind, None) for kind in kinds):
+            raise ValueError(
+                f"{type(model).__name__}.{name} has a hook (register_hook or "
+                f"register_post_accumulate_grad_hook), and {engine} replaces the parameter, so that the hook "
+                f"would not be called. {fix}"
+            )
+
+
 def check_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
     """Reject an optimizer whose step is not element by element, where parameters are in parts.
 

@@ -114,7 +114,7 @@ class DDPEngine(Engine):
             from accel.engines.mesh.tensor.split import is_split
 
             for model in objects.models:
-                is_split(model, 1)
+                is_split(model, 1, self.name)
 
     def check_together(self, objects: Prepared) -> None:
         """Reject on all processes what one rejects, and models without weights on any of them."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.common.create_graph import refuse_create_graph
 from accel.engines.common.loose import parameters_of
 from accel.engines.deepspeed import checkpoint, gradients, ulysses, weights
 from accel.engines.deepspeed.auto_values import Facts, complete
@@ -25,6 +26,7 @@ from accel.engines.deepspeed.wrappers import (
     DeepSpeedSchedulerWrapper,
 )
 from accel.engines.mesh.shard import check_layout, check_sparse
+from accel.engines.mesh.tensor.split import is_split
 from accel.models.precision import wrap_forward
 from accel.models.regions import compile_regions_deepspeed
 
@@ -221,6 +223,7 @@ class DeepSpeedEngine(Engine):
         pair = self._find_pair(objects)
         stage = self.plugin.zero_stage
         for model in objects.models:
+            is_split(model, 1, self.name)
             # Stage 3 shards models that are only evaluated too.
             if stage == 3 or (pair is not None and model is pair[0]):
                 check_layout(model, self.name)
@@ -312,6 +315,7 @@ class DeepSpeedEngine(Engine):
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
         gradients.reduce_alike(engine, self.context.process, self.name)
+        refuse_create_graph(engine.module, self.name)
         if self._groups is not None:
             gradients.count_parts_once(engine)
         self._driver = DeepSpeedEngineWrapper(engine, trained)

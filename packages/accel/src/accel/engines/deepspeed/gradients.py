@@ -229,10 +229,10 @@ def _reduce_checked(
         differing = sorted(set.union(*every) - set.intersection(*every)) or sorted(own)
         ranks = [rank for rank, held in enumerate(every) if differing[0] in held]
         raise RuntimeError(
-            f"{name}: {differing[0]} has a gradient on processes {ranks} of {process.world_size}, or comes at "
-            "another place in backward: DeepSpeed would add it to that of another parameter. Use all "
-            "parameters on all processes (add 0.0 * parameter.sum() to the loss); or set zero_stage=1 without "
-            "overlap_comm, where missing gradients count as zeros."
+            f"{name}: {differing[0]} has a gradient on processes {ranks} of {process.world_size}, or comes "
+            "at another place in backward: DeepSpeed would add it to that of another parameter. Use all "
+            "parameters on all processes (add 0.0 * parameter.sum() to the loss); or set zero_stage=1 "
+            "without overlap_comm, where missing gradients count as zeros."
         )
     type(optimizer).reduce_ipg_grads(optimizer, comm_dtype=comm_dtype)
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
+from accel.engines.common.checks import check_hooks
 from accel.engines.fsdp1 import flat
 from accel.engines.fsdp1.flattened import (
     Flattened,
@@ -33,6 +34,7 @@ from accel.engines.fsdp1.state import (
     whole_weights,
 )
 from accel.engines.mesh.shard import check_ignored
+from accel.engines.mesh.tensor.split import is_split
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.engine import (
     ShardedEngine,
@@ -259,8 +261,11 @@ class FSDP1Engine(ShardedEngine):
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Reject a model that does not fit the settings; nothing is changed."""
+        is_split(model, 1, self.name)
         groups = self.groups_of(model)
         check_ignored(model, groups.ignored, self._mesh.size())
+        fix = "Set fsdp_version=2, which keeps those of register_hook; or train under DDP."
+        check_hooks(model, self.name, fix)
         upcasts = self.context.precision.is_mixed
         flat.check_flat_groups(model, groups, upcasts, bool(self.plugin.use_orig_params))
 

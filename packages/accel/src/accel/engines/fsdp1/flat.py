@@ -60,9 +60,16 @@ def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> Ful
         for parent, name in places[module]:
             setattr(parent, name, wrapped)
     root = _wrap(model, model, keep, how)
+    root.register_forward_hook(_free_after_evaluation)
     if root.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
         root.register_forward_hook(_free_frozen)
     return root
+
+
+def _free_after_evaluation(root: FullyShardedDataParallel, inputs: Any, output: Any) -> None:
+    """Free what a forward pass without gradients leaves gathered: changes in place would miss the shards."""
+    if not torch.is_grad_enabled():
+        free_gathered([root])
 
 
 def _free_frozen(root: FullyShardedDataParallel, inputs: Any, output: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel.engines.common.create_graph import refuse_create_graph
 from accel.engines.common.owner import ShardOwner
 from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.fsdp1 import flat
@@ -36,6 +37,7 @@ class FlatOwner(ShardOwner):
         self._models[model] = None
         handles = [handle for _, handle in flat.parts([model])]  # found once: a forward pass walks no modules
         model.register_forward_pre_hook(partial(drop_hooks_of_others, handles))
+        refuse_create_graph(model, "fsdp1")
         check_same_order(model, flat.units(model), self._process, "fsdp1", FSDP_FIX)
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -222,10 +222,24 @@ class MeshEngine(ShardedEngine):
     # Gradients
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass, while sequences are shared that were shared in forward."""
+        """Run the backward pass, while sequences are shared that were shared in forward.
+
+        Raises:
+            RuntimeError: If the loss has a penalty on weights that mixes DTensors with whole tensors.
+        """
         if self._sequences is not None:
             self._sequences.check_backward()
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error} Under {self.name} parameters are DTensors, in parts, but for those that are "
+                "gathered between forward and backward. In a penalty on weights write whole ones: "
+                "sum((p.full_tensor() if isinstance(p, DTensor) else p).square().sum() for p in "
+                "model.parameters()); or set the optimizer's weight_decay."
+            ) from error
 
 
 def _detached(value: Any) -> Any:

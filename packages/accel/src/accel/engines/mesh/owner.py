@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel.engines.common.create_graph import refuse_create_graph
 from accel.engines.common.owner import ShardOwner
 from accel.engines.common.repoint import Replaced
 from accel.engines.common.same_order import FSDP_FIX, check_same_order
@@ -46,10 +47,13 @@ class MeshOwner(ShardOwner):
         """
         self.replaced.note(before, model)
         self._models[model] = None
+        hooks = {id(self.replaced.present(old)): old._backward_hooks for old in before if old._backward_hooks}
         parts = {name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)}
         self._parts.update(dict.fromkeys(parts.values()))
         for part in parts.values():
             unsharded.fill_unused(part, self._filled)
+            unsharded.carry_hooks(part, hooks)
+        refuse_create_graph(model, engine)
         check_same_order(model, parts, self._process, engine, FSDP_FIX)
         for parameter in model.parameters():
             self._shards[parameter] = None

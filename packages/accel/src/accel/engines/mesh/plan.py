@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from accel.engines.base.context import EngineContext
+from accel.engines.common.checks import check_hooks
 from accel.engines.mesh.shard import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
@@ -132,8 +133,17 @@ def plan_for(
     mesh = meshes.fsdp
     source = weight_source(meshes, process.device, sends_weights(plugin))
     # A model that was loaded with a tp_plan is split already, and may name no plan.
-    needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
+    split_already = is_split(model, meshes.tensor_size, "fsdp2" if mesh is not None else "tp")
+    if split_already and mesh is not None:
+        _check_mesh(model, meshes.tensor)
+    needs_plan = not split_already and meshes.tensor is not None
     tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
+    # A hook would get parts of gradients here, of which it knows nothing.
+    fix = "Take the module out of the plan, or change gradients between backward() and step()."
+    check_hooks(model, "tensor parallelism (tp)", fix, tensor)
+    if mesh is not None:  # sharding keeps those of register_hook
+        fix = "Do it between backward() and step(), or train under DDP."
+        check_hooks(model, "fsdp2", fix, kinds=["_post_accumulate_grad_hooks"])
     if tensor and ignored:
         raise ValueError(
             f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.tensor_size}: which "
@@ -157,6 +167,17 @@ def plan_for(
         offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
     )
     return ParallelPlan(source, sharding, *split)
+
+
+def _check_mesh(model: torch.nn.Module, tensor: DeviceMesh | None) -> None:
+    """Reject weights that were split over another mesh than the one whose other axes shard them."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh != tensor:
+            raise ValueError(
+                f"{type(model).__name__}.{name} is split over a mesh that the script made, and fsdp2 x tp "
+                "shards it over another axis of the same mesh. Split over "
+                "accelerator.torch_device_mesh['tp'], or leave the splitting to prepare() (model._tp_plan)."
+            )
 
 
 def find_meshes(context: EngineContext) -> Meshes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -94,6 +94,27 @@ def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any)
                     parameter.to_accumulated_grad_if_needed()
     # The class's method, as the instance's is this function.
     type(group).post_backward(group)
+
+
+def carry_hooks(part: FSDPModule, hooks_of: Mapping[int, Any]) -> None:
+    """Call the hooks of parameters that were replaced with the gradient of the whole parameter.
+
+    Args:
+        part: A module that shards parameters.
+        hooks_of: torch's hooks, by the `id` of the shard that took the parameter's place.
+    """
+    for parameter in sharded_parameters(part):
+        if hooks := hooks_of.get(id(parameter.sharded_param)):
+            # torch makes the whole parameter in the first forward pass.
+            parameter.init_unsharded_param = partial(_init_with_hooks, weakref.ref(parameter), hooks)
+
+
+def _init_with_hooks(reference: weakref.ref[Any], hooks: Any) -> None:
+    parameter: Any = reference()
+    # The class's method, as the instance's is this function.
+    type(parameter).init_unsharded_param(parameter)
+    if parameter._unsharded_param._backward_hooks is not hooks:
+        parameter._unsharded_param._backward_hooks = hooks  # the same dict, so that handles can remove them
 
 
 def drop_unused(filled: list[Any]) -> None:

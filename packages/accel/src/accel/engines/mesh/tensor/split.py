@@ -230,22 +230,25 @@ def forget_meshes() -> None:
         clear()
 
 
-def is_split(model: torch.nn.Module, size: int) -> bool:
-    """Whether the weights of a model are split already, as those loaded with a `tp_plan` are.
+def is_split(model: torch.nn.Module, size: int, engine: str) -> bool:
+    """Whether the weights of a model are split already, by the script or by loading with a `tp_plan`.
 
     Args:
         model: The model.
         size: Processes of one tensor-parallel group.
+        engine: What the engine is called.
 
     Raises:
         ValueError: If they are split over another number of processes.
     """
-    present = get_model_tp_size(model) or 1
+    # Of a mesh without names, too.
+    others = (item.device_mesh.size() for item in model.parameters() if isinstance(item, DTensor))
+    present = get_model_tp_size(model) or next(others, 1)
     if present not in (1, size):
         raise ValueError(
-            f"the weights of {type(model).__name__} are split over {present} processes already, and "
-            f"tp_size={size}. Pass ParallelismConfig(tp_size={present}, ...), or load the model without a "
-            "tp_plan."
+            f"the weights of {type(model).__name__} are split over {present} processes already, and {engine} "
+            f"has tp_size={size}. Pass ParallelismConfig(tp_size={present}, ...), or leave the splitting to "
+            "prepare(): load the model without a tp_plan, and give it a _tp_plan."
         )
     return present > 1
 
