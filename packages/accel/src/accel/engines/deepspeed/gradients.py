@@ -193,8 +193,7 @@ def _gathered_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name in leaves
-        or (module._parameters and not any(name.startswith(f"{leaf}.") for leaf in leaves))
+        if name in leaves or (module._parameters and not any(name.startswith(f"{leaf}.") for leaf in leaves))
     }
 
 
