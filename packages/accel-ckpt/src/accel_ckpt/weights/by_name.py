@@ -78,7 +78,7 @@ def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Para
     kind: Any = type(own)
     # A parameter whose type is no subclass of Parameter is of a tensor subclass.
     if kind is torch.nn.Parameter or not issubclass(kind, torch.nn.Parameter):
-        made = torch.nn.Parameter(value, requires_grad=own.requires_grad)
+        made: torch.nn.Parameter = torch.nn.Parameter(value, requires_grad=own.requires_grad)
         if kind is torch.nn.Parameter:  # a tensor subclass keeps its values among its attributes
             vars(made).update(vars(own))
         return made
