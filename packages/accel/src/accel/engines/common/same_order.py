@@ -83,7 +83,7 @@ class _Order:
             if not self.has_queued:
                 self.has_queued = True
                 # torch's own way to do something at the end of a backward pass.
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self.compare(number, "backward")
 
     def finish(self) -> None:

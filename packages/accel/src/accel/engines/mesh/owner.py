@@ -48,7 +48,9 @@ class MeshOwner(ShardOwner):
         self.replaced.note(before, model)
         self._models[model] = None
         hooks = {id(self.replaced.present(old)): old._backward_hooks for old in before if old._backward_hooks}
-        parts = {name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+        parts: dict[str, Any] = {
+            name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)
+        }
         self._parts.update(dict.fromkeys(parts.values()))
         for part in parts.values():
             unsharded.fill_unused(part, self._filled)

@@ -133,7 +133,7 @@ def _is_empty_somewhere(parameter: Any) -> bool:
     whole, shards = parameter._unsharded_param, getattr(parameter.mesh_info, "shard_mesh_size", 1)
     local = whole.to_local() if isinstance(whole, DTensor) else whole
     length = local.shape[parameter.fsdp_placement.dim]
-    return -(-length // shards) * (shards - 1) >= length
+    return bool(-(-length // shards) * (shards - 1) >= length)
 
 
 def gradients(parts: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:
