@@ -117,7 +117,7 @@ def roundtrip(state: Any, folder: Path) -> Any:
     return again.state
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_as_it_was(value: Any, tmp_path: Path) -> None:
     with staged(tmp_path / "c") as staging:
         save_custom_state(Holder({"value": value, "list": [value]}), staging.path)
