@@ -154,6 +154,31 @@ def test_what_was_collected_over_the_epoch_has_every_sample_once(world, size, ki
             assert first == list(range(min(count, batch_size if split else batch_size * size)))
 
 
+def gathered_beside_an_ended_loop(own_batches: bool) -> list[int]:
+    """Gather as many rows as the last batch of an ended loop has, which are of something else."""
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    evaluation = accelerator.prepare(DataLoader(Numbers(9), batch_size=3))
+    batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    options = {"batch_sampler": batches} if own_batches else {"batch_size": 3}
+    found = []
+    for batch in accelerator.prepare(DataLoader(Numbers(12), **options)):
+        for inner in evaluation:
+            accelerator.gather_for_metrics(inner)
+        found += accelerator.gather_for_metrics(batch).tolist()
+    for inner in evaluation:
+        accelerator.gather_for_metrics(inner)
+    # The loop has dropped the padding: nothing is told of what comes after it.
+    found += accelerator.gather_for_metrics(torch.arange(3)).tolist()
+    return found + accelerator.gather_for_metrics(torch.tensor(7)).tolist()
+
+
+@pytest.mark.parametrize("own_batches", [False, True])
+def test_rows_that_are_as_many_as_the_last_batch_of_an_ended_loop_are_kept(world, own_batches):
+    expected = [*range(12), 0, 1, 2, 0, 1, 2, 7, 7]
+    assert world.run(gathered_beside_an_ended_loop, own_batches) == [expected] * 2
+
+
 def counted_after_the_loop() -> list[list[int]]:
     """What a loop counts by itself has the padding in it: 12 samples of 9."""
     accelerator = Accelerator()

@@ -62,13 +62,13 @@ def gather_for_metrics(
         ValueError: On all processes, if `data` differs between processes that share sequences.
     """
     copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
-    for one in passes:
-        one.is_gathered = True
     loader = passes[0].loader if passes and passes[0].is_open else None
     fill = _fill(loader, shard[1])
     if fill is not None and not all(fill.rows):
         raise RuntimeError(_some_are_missing(loader, fill.rows))
     padding = _padding(passes, shard[1], is_training)
+    for one in passes:
+        one.is_gathered = True
     # Before the first collective: a process that has left the loop would leave the others in it.
     attendance = getattr(loader, "attendance", None)
     if attendance is not None:
@@ -171,24 +171,33 @@ def _padding(passes: Sequence[LoaderPass], size: int, is_training: bool) -> _Pad
     real: dict[tuple[int, ...], tuple[int, ...]] = {}
     unclear = set()
     for one in passes:
-        fill, each = _fill(one.loader, size), getattr(one.loader, "batch_size", None)
-        if fill is None and isinstance(each, int):
-            fill = Fill((each,) * size, (each,) * size)
-        if fill is None:
-            continue
-        found = {fill.rows: fill.real}
-        # The whole epoch, too, if no other step was padded.
-        if not one.is_open and isinstance(each, int) and one.padded_batches == (fill.real != fill.rows):
-            before = each * (one.batches - 1)
-            found |= {tuple(before + n for n in fill.rows): tuple(before + n for n in fill.real)}
-        for rows, own in found.items():
+        for rows, own in _real_rows_of(one, size).items():
             # One batch is not enough to tell that loaders are read side by side.
             if real.setdefault(rows, own) != own and one.is_open and min(one.batches, passes[0].batches) > 1:
                 unclear.add(rows)
-    if all(rows == own for rows, own in real.items()):
+    if real and all(rows == own for rows, own in real.items()):
         return None
-    first = _fill(passes[0].loader, size)
-    return _Padding(real, frozenset(unclear), warns=not is_training or first is not None)
+    # After a loop that gathered its batches nothing is left that could count padding.
+    uncounted = [one for one in passes if one.is_open or not one.is_gathered]
+    warns = any(_fill(one.loader, size) and (one is passes[0] or not is_training) for one in uncounted)
+    return _Padding(real, frozenset(unclear), warns)
+
+
+def _real_rows_of(one: LoaderPass, size: int) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Return the rows of the batch at hand, or of the whole epoch after its end, and how many are real."""
+    fill, each = _fill(one.loader, size), getattr(one.loader, "batch_size", None)
+    if fill is None and isinstance(each, int):
+        fill = Fill((each,) * size, (each,) * size)
+    if fill is None:
+        return {}
+    before = 0
+    # After the loop, as many rows as its last batch had may be anything: those of the whole epoch count, if
+    # no other step was padded.
+    if not one.is_open and one.batches > 1:
+        if not isinstance(each, int) or one.padded_batches != (fill.real != fill.rows):
+            return {}
+        before = each * (one.batches - 1)
+    return {tuple(before + n for n in fill.rows): tuple(before + n for n in fill.real)}
 
 
 def _fill(loader: Any | None, size: int) -> Fill | None:
@@ -372,8 +381,8 @@ def _real_rows(rows: tuple[int, ...], padding: _Padding | None) -> tuple[int, ..
     if rows not in padding.real:
         warn(
             f"gather_for_metrics got {sum(rows)} rows from {len(rows)} processes, and there are samples that "
-            "only fill up the last step: it cannot tell which rows belong to them, and keeps all (it could "
-            f"cut {_expected(padding)} rows). Give it one row per sample; a mean over a batch counts them.",
+            "only fill up the last step: it cannot tell which rows belong to them, and keeps all"
+            f"{_expected(padding)}. Give it one row per sample; a mean over a batch counts them.",
             UserWarning,
         )
         return rows
@@ -388,7 +397,8 @@ def _real_rows(rows: tuple[int, ...], padding: _Padding | None) -> tuple[int, ..
 
 
 def _expected(padding: _Padding) -> str:
-    return " or ".join(str(sum(rows)) for rows in padding.real)
+    known = " or ".join(str(sum(rows)) for rows in padding.real)
+    return f" (it could cut {known} rows)" if known else ""
 
 
 def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
