@@ -183,6 +183,10 @@ class Own:
     pass
 
 
+class Marked(torch.Tensor):
+    """A tensor of a class that is not torch's."""
+
+
 def local() -> Any:
     class Hidden(enum.Enum):
         ONE = 1
@@ -208,6 +212,7 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "member of a local class": (local(), "Hidden"),
     "factory of the user": (defaultdict(Own), "defaultdict"),
     "dataclass that acts": (Acting(), "Acting"),
+    "tensor": (torch.ones(2).as_subclass(Marked), "Marked"),
 }
 
 
@@ -226,6 +231,9 @@ def test_what_no_load_takes_is_an_error_of_the_save(kind: str, key: Any, tmp_pat
 def test_a_type_that_the_user_allows_is_saved_and_loaded(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Own]):
         assert isinstance(roundtrip([Own()], tmp_path)[0], Own)
+    with torch.serialization.safe_globals([Marked]):
+        again = roundtrip([torch.ones(2).as_subclass(Marked), torch.zeros(3).as_subclass(Marked)], tmp_path)
+    assert [(type(item), item.tolist()) for item in again] == [(Marked, [1, 1]), (Marked, [0, 0, 0])]
 
 
 def test_a_class_that_is_gone_is_named_and_nothing_is_imported(tmp_path: Path) -> None:

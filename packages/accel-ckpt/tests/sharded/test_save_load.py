@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_ckpt.background import thread
@@ -31,6 +32,7 @@ from accel_ckpt.sharded.save_load import (
     load_parts,
     load_sharded_state,
     save_sharded_state,
+    write_parts,
 )
 from accel_state.process.state import current_process
 from accel_world.sharding import fully_shard
@@ -394,6 +396,37 @@ def test_values_of_common_types_come_back(tmp_path: Path) -> None:
     optimizer.param_groups[0]["folder"] = None
     load_sharded_state(tmp_path / "c", [model], [optimizer])
     assert optimizer.param_groups[0]["folder"] == Path("a")
+
+
+class Noted(nn.Linear):
+    """A layer with a state beside its tensors."""
+
+    note: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+@pytest.mark.parametrize("load", [load_sharded_state, None], ids=["strict", "what fits"])
+@pytest.mark.parametrize(
+    ("note", "before"),
+    [({"a": 1, "b": {"c": torch.ones(2)}}, {"a": 2, "b": {"c": torch.zeros(2)}}), (b"a", b"b"), (3, None)],
+)
+def test_extra_state_as_accel_0_2_wrote_it_loads(tmp_path: Path, note: Any, before: Any, load: Any) -> None:
+    model, other = Noted(2, 2), Noted(2, 2)
+    model.note, other.note = note, before
+    with staged(tmp_path / "c") as staging:  # DCP takes dicts apart
+        write_parts({"model": get_model_state_dict(model)}, "pytorch_model_fsdp_0", staging, current_process())
+    if load is None:
+        reading = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
+        load_what_fits(reading, Parts.of([other], []))
+    else:
+        load(tmp_path / "c", [other])
+    assert repr(other.note) == repr(note)
+    assert torch.equal(other.weight, model.weight)
 
 
 def test_optimizers_need_their_models(tmp_path: Path) -> None:

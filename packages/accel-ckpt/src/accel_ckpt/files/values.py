@@ -97,6 +97,8 @@ def encode(state: Any, what: str) -> Any:
         place = "".join(f"[{key!r}]" for key in error.path)
         kind = type(error.value)
         way = "dataclasses.asdict(...)" if dataclasses.is_dataclass(kind) else "its attributes, or its name"
+        if isinstance(error.value, torch.Tensor):
+            way = ".as_subclass(torch.Tensor)"
         raise ValueError(
             f"{what} cannot be saved: its state{place} is of type {kind.__module__}.{kind.__qualname__}, "
             f"which no load would take. Have state_dict() return plain values instead ({way}), and "
@@ -116,7 +118,10 @@ def decode(state: Any) -> Any:
 
 def _encode(node: Any, path: tuple[Any, ...], seen: dict[int, tuple[Any, Any]]) -> Any:
     kind = type(node)
-    if kind in _PLAIN or isinstance(node, torch.Tensor):
+    if kind in _PLAIN:
+        return node
+    # Of a class that is not torch's, one tensor tells of all.
+    if isinstance(node, torch.Tensor) and (kind.__module__.partition(".")[0] == "torch" or id(kind) in seen):
         return node
     if id(node) in seen:
         return seen[id(node)][1]
@@ -157,6 +162,8 @@ def _encoded(node: Any, kind: type, path: tuple[Any, ...], seen: dict[int, tuple
     if (content := _content_by_name(node, kind)) is not None:
         return _MARK, content[0], (kind.__module__, kind.__qualname__, _encode(content[1], path, seen))
     if _is_array(node) or _loads(node):
+        if isinstance(node, torch.Tensor):
+            seen[id(kind)] = kind, kind
         return node
     raise _UnfitError(path, node)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
 Folder = str | os.PathLike[str]
+
+_PACKED = "accel_ckpt.packed"
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,8 @@ def save_sharded_state(
     process = current_process() if process is None else process
     with staged(output_dir, process=process) as staging:
         for index, model in parts.kept:
-            weights = {"model": pack_extra_state(get_model_state_dict(model), f"model {index}")}
-            write_parts(weights, file_names.sharded_model_folder(index), staging, process)
+            weights = pack_extra_state(get_model_state_dict(model), f"model {index}", process)
+            write_parts({"model": weights}, file_names.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
             state = {"optimizer": parts_to_save(parts.owner(index), optimizer)}
             write_parts(state, file_names.sharded_optimizer_folder(index), staging, process)
@@ -214,7 +217,8 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
     for index, model in parts.kept:
         name = file_names.sharded_model_folder(index)
         if name in saved:
-            state = flatten_state_dict({"model": without_extra_state(get_model_state_dict(model))})[0]
+            weights = without_extra_state(get_model_state_dict(model), saved[name])
+            state = flatten_state_dict({"model": weights})[0]
             found += [f"{line} {index}" for line in _different_weights(name, saved[name], state)]
     for index, optimizer in enumerate(parts.optimizers):
         name = file_names.sharded_optimizer_folder(index)
@@ -261,12 +265,10 @@ def load_parts(
         name = file_names.sharded_model_folder(index)
         if strict or name in compared.indexes:
             index_read = compared.indexes[name]
-            weights = without_extra_state(get_model_state_dict(model))
+            saved = index_read.state_dict_metadata
+            weights = without_extra_state(get_model_state_dict(model), saved)
             if not strict:
-                saved = index_read.state_dict_metadata
-                weights = {
-                    key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
-                }
+                weights = {key: value for key, value in weights.items() if _all_fit(saved, key, value)}
             read_folder({"model": weights}, folder / name, process, index_read)
             weights = unpack_extra_state(weights)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
@@ -282,6 +284,11 @@ def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
     return key in saved and (shape is None or shape == value.size())
 
 
+def _all_fit(saved: Mapping[str, Any], key: str, value: Any) -> bool:
+    entries = flatten_state_dict({"model": {key: value}})[0]
+    return all(_fits(saved, *entry) for entry in entries.items())
+
+
 def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     short = {key: key.removeprefix("model.") for key in saved.keys() | state.keys()}
     found = [f"{name} has no {short[key]} for model" for key in state.keys() - saved.keys()]
@@ -293,36 +300,50 @@ def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, 
     return sorted(found)
 
 
-def pack_extra_state(weights: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return a model's state with what modules have beside tensors as bytes.
+def pack_extra_state(weights: dict[str, Any], what: str, process: Process) -> dict[str, Any]:
+    """Return a model's state with what modules have beside tensors as bytes. Every process must call it.
 
     DCP would take dicts apart, and look for the entries that the model has when it is loaded.
 
     Args:
         weights: The state.
         what: Which model, for messages.
+        process: This process.
 
     Raises:
-        ValueError: If there is a value that no load would take.
+        ValueError: If there is a value that no load would take; a CheckpointError on the other processes.
     """
-    extra = {name: value for name, value in weights.items() if is_extra_state(name, value)}
-    packed = {}
-    for name, value in values.encode(extra, what).items():
-        tensors.write_to(value, file := io.BytesIO())
-        packed[name] = file.getvalue()
-    return {**weights, **packed}
+
+    def pack() -> dict[str, Any]:
+        extra = {name: value for name, value in weights.items() if is_extra_state(name, value)}
+        packed = {}
+        for name, value in values.encode(extra, what).items():
+            tensors.write_to(value, file := io.BytesIO())
+            packed[name] = (_PACKED, file.getvalue())
+        return {**weights, **packed}
+
+    return together(pack, process, f"saving {what}")
 
 
-def without_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's state to read a packed one into."""
-    return {name: b"" if is_extra_state(name, value) else value for name, value in weights.items()}
+def without_extra_state(weights: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
+    """Return a model's state to read the one in a folder into.
+
+    Args:
+        weights: The state.
+        saved: What the folder's index names. Where that has the entries of a dict apart, as accel 0.2 wrote
+            it, they are read into a copy of the model's own dict.
+    """
+    return {
+        name: (None if f"model.{name}" in saved else deepcopy(value)) if is_extra_state(name, value) else value
+        for name, value in weights.items()
+    }
 
 
 def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
     """Return what `pack_extra_state` was given."""
     return {
-        name: values.decode(tensors.load(io.BytesIO(value), map_location="cpu"))
-        if is_extra_state(name, value) and isinstance(value, bytes)
+        name: values.decode(tensors.load(io.BytesIO(value[1]), map_location="cpu"))
+        if isinstance(value, tuple) and value[:1] == (_PACKED,)
         else value
         for name, value in weights.items()
     }

@@ -25,7 +25,7 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.agree import together
 from accel_ckpt.run.optimizer_groups import match_groups
 from accel_ckpt.run.undo import unchanged_by_failure
-from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
+from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save
 from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
@@ -67,8 +67,9 @@ def save_fsdp_model(
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
         place = Path(output_dir) / file_names.sharded_model_folder(model_index)
-        weights = pack_extra_state(weights, f"model {model_index}")
-        write_folder({"model": weights}, place, accelerator.run.process)
+        process = accelerator.run.process
+        weights = pack_extra_state(weights, f"model {model_index}", process)
+        write_folder({"model": weights}, place, process)
         return
     whole = accelerator.run.engine.states.state_dict(model)
     if adapter_only and whole:  # empty but on the process that writes
@@ -109,8 +110,9 @@ def load_fsdp_model(
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
         place = _parts_at(accelerator.run, input_dir, file_names.sharded_model_folder(model_index))
-        weights = without_extra_state(weights)
-        read_folder({"model": weights}, place, accelerator.run.process)
+        index = read_index(place, accelerator.run.process)
+        weights = without_extra_state(weights, index.state_dict_metadata)
+        read_folder({"model": weights}, place, accelerator.run.process, index)
         weights = unpack_extra_state(weights)
         options = StateDictOptions(strict=not is_part)
         # torch's function also loads tensors that are not sharded, and returns what did not fit.
