@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
@@ -35,7 +37,8 @@ class Net(torch.nn.Module):
 
 
 def batch() -> torch.Tensor:
-    return torch.randn(2, 3)
+    """The process's own data."""
+    return torch.randn(2, 3) + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
 
 
 def sgd(*models: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -97,14 +100,14 @@ def plain_and_a_loader_alone_is_prepared(accelerator: Accelerator) -> None:
     train_plainly(model, sgd(model))
 
 
-WRONG: dict[str, tuple[Callable[[Accelerator], None], str]] = {
-    function.__name__: (function, name)
-    for function, name in (
-        (unprepared_model, "Net"),
-        (nothing_prepared, "Net"),
-        (a_frozen_model_is_prepared_and_the_trained_one_is_not, "Net"),
-        (plain_and_unprepared_model, "Net"),
-        (plain_and_a_loader_alone_is_prepared, "Net"),
+WRONG: dict[str, Callable[[Accelerator], None]] = {
+    function.__name__: function
+    for function in (
+        unprepared_model,
+        nothing_prepared,
+        a_frozen_model_is_prepared_and_the_trained_one_is_not,
+        plain_and_unprepared_model,
+        plain_and_a_loader_alone_is_prepared,
     )
 }
 
@@ -172,6 +175,24 @@ def averaged_by_hooks(accelerator: Accelerator) -> None:
     model = Net()
     for item in model.parameters():
         item.register_hook(lambda gradient: accelerator.reduce(gradient, "mean"))
+    train(accelerator, model, sgd(model))
+
+
+def averaged_by_the_loop(accelerator: Accelerator) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        accelerator.backward(model(batch()).square().mean())
+        for item in model.parameters():
+            item.grad = accelerator.reduce(item.grad, "mean")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded_by_its_own_wrapper(accelerator: Accelerator) -> None:
+    model: torch.nn.Module = Net()
+    if accelerator.use_distributed:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     train(accelerator, model, sgd(model))
 
 
@@ -254,6 +275,8 @@ LAWFUL: dict[str, Callable[[Accelerator], None]] = {
         an_optimizer_of_something_else,
         averaged_by_its_own_wrapper,
         averaged_by_hooks,
+        averaged_by_the_loop,
+        sharded_by_its_own_wrapper,
         gradients_without_an_optimizer,
         an_optimizer_that_follows_the_window,
         plain_as_it_should_be,
@@ -270,12 +293,13 @@ LAWFUL: dict[str, Callable[[Accelerator], None]] = {
 def on_several(fsdp: bool = False) -> dict[str, list[str]]:
     """What is told in each case."""
     found = {}
-    for case, function in {**LAWFUL, **{name: wrong for name, (wrong, _) in WRONG.items()}}.items():
-        if fsdp and ("averaged" in case or case == "an_adversarial_pair"):
+    # In debug mode what is wrong is an error.
+    for case, function in {**LAWFUL, **({} if os.environ.get("ACCELERATE_DEBUG_MODE") else WRONG)}.items():
+        if fsdp and ("averaged" in case or "wrapper" in case or case == "an_adversarial_pair"):
             continue
-        torch.manual_seed(0)
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
         accelerator = Accelerator(fsdp_plugin=plugin)
+        torch.manual_seed(0)
         with told() as found[case]:
             function(accelerator)
     return found
@@ -285,19 +309,19 @@ def on_several(fsdp: bool = False) -> dict[str, list[str]]:
 def test_a_model_that_is_not_prepared_is_told_on_several_processes(world, fsdp, debug):
     first, second = world.run(on_several, fsdp, env={"ACCELERATE_DEBUG_MODE": "1"} if debug else {})
 
-    expected = {
-        case: [f"{name} is trained on 2 processes and is not prepared"] for case, (_, name) in WRONG.items()
-    }
-    found = {case: [message.partition(":")[0] for message in messages] for case, messages in first.items()}
-    assert found == {**{case: [] for case in found}, **expected}
-    assert not any(second.values())  # the main process speaks for all
+    found = {case: [*first[case], *second[case]] for case in first}  # one process tells it
+    assert not any(found[case] for case in LAWFUL if case in found)
+    for case in () if debug else WRONG:
+        (message,) = found[case]
+        assert message.startswith("SGD steps 4 parameter(s) of shape (4, 3), (4,), (1, 4), (1,), which are in no")
+        assert "their gradients differ between the 2 processes" in message
 
 
 @pytest.mark.parametrize("case", [*LAWFUL, *WRONG])
 def test_one_process_may_do_all_of_this(case):
     accelerator = Accelerator()
     with told() as found:
-        LAWFUL.get(case, WRONG.get(case, (None,))[0])(accelerator)
+        {**LAWFUL, **WRONG}[case](accelerator)
     assert found == []
 
 
@@ -513,7 +537,7 @@ def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, plain, tmp_path)
     found = saved(accelerator, tmp_path)
     assert len(found) == (way == "left out")
     if found:
-        assert found[0].startswith("save_state leaves out SGD, which is trained and not prepared")
+        assert found[0].startswith("save_state leaves out what is trained and not prepared: SGD. ")
 
 
 def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
@@ -521,23 +545,40 @@ def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
     optimizer = sgd(model)
     train(accelerator, model, optimizer)
     (message,) = saved(accelerator, tmp_path / "a")
-    assert message.startswith("save_state leaves out SGD and Net, which are trained and not prepared")
+    parameters = "4 parameter(s) of shape (4, 3), (4,), (1, 4), (1,)"
+    assert message.startswith(f"save_state leaves out what is trained and not prepared: SGD and {parameters}. ")
 
     accelerator, model = Accelerator(), Net()
     optimizer = accelerator.prepare(sgd(model))
     train(accelerator, model, optimizer)
     (message,) = saved(accelerator, tmp_path / "b")
-    assert message.startswith("save_state leaves out Net, which is trained and not prepared")
+    assert message.startswith(f"save_state leaves out what is trained and not prepared: {parameters}. ")
 
     accelerator, model = Accelerator(), Net()
     train(accelerator, model, accelerator.prepare(sgd(model)))
     accelerator.register_for_checkpointing(model)
     assert saved(accelerator, tmp_path / "c") == []
 
-    accelerator, loose = Accelerator(), torch.nn.Parameter(torch.ones(3))
-    optimizer = accelerator.prepare(torch.optim.SGD([loose], 0.1))
-    train(accelerator, lambda data: data * loose, optimizer)
-    assert saved(accelerator, tmp_path / "d") == []
+    for is_saved in (False, True):  # a parameter of no model
+        accelerator, loose = Accelerator(), torch.nn.Parameter(torch.ones(3))
+        optimizer = accelerator.prepare(torch.optim.SGD([loose], 0.1))
+        train(accelerator, lambda data, loose=loose: data * loose, optimizer)
+        if is_saved:
+            accelerator.register_for_checkpointing(Holder(loose))
+        assert len(saved(accelerator, tmp_path / f"d{is_saved}")) == (not is_saved)
+
+
+class Holder:
+    """Saves a parameter by itself."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self.parameter = parameter
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"parameter": self.parameter.detach()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.parameter.data.copy_(state["parameter"])
 
 
 # The cost

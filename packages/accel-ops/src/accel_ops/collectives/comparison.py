@@ -22,7 +22,10 @@ _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 def name_comparison(kind: str) -> str:
     """Return a new name for a comparison; all processes name those of a kind in one order."""
-    counts = _made.setdefault(dist.group.WORLD, Counter())
+    group = dist.group.WORLD
+    if group is None:  # without torch.distributed nothing is compared
+        return kind
+    counts = _made.setdefault(group, Counter())
     counts[kind] += 1
     return f"{kind}/{counts[kind]}"
 
@@ -39,10 +42,9 @@ def equal_on_all(name: str, text: str, world_size: int, patience: timedelta = PA
     Returns:
         Whether all have the same; None where that is not known, as some have not come in time.
     """
-    base = default_store()
-    if base is None:
+    store = _store_of(name)
+    if store is None:
         return None
-    store: Any = dist.PrefixStore(f"accel/comparison/{name}", base)  # type: ignore[attr-defined]
     if store.compare_set("first", "", text).decode() != text:
         store.set("differ", "yes")
     if store.add("come", 1) == world_size or store.check(["differ"]):
@@ -52,3 +54,26 @@ def equal_on_all(name: str, text: str, world_size: int, patience: timedelta = PA
     if store.check(["differ"]):
         return False
     return True if store.check(["compared"]) else None
+
+
+def first_to_differ(name: str, text: str) -> bool:
+    """Compare a text with that of the process that came first, without waiting for any.
+
+    Args:
+        name: What `name_comparison` returned.
+        text: What is compared; not empty.
+
+    Returns:
+        Whether it differs, on the first process that finds so.
+    """
+    store = _store_of(name)
+    return (
+        store is not None
+        and store.compare_set("first", "", text).decode() != text
+        and store.add("found", 1) == 1
+    )
+
+
+def _store_of(name: str) -> Any:
+    base = default_store()
+    return None if base is None else dist.PrefixStore(f"accel/comparison/{name}", base)  # type: ignore[attr-defined]

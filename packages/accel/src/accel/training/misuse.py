@@ -9,7 +9,7 @@ hooks then, and is removed when no other is checked any more.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,7 @@ from accel_data.loader.base import Unbatched
 from accel_data.order.presharded import whole_data
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.stream.dataset import BlockReader
-from accel_ops.collectives.comparison import PATIENCE, equal_on_all, name_comparison
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.collectives.comparison import PATIENCE, equal_on_all, first_to_differ, name_comparison
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ class Watch:
         self._steps = 0
         self._outside = 0
         self._stepped: set[int] = set()
-        self._checked: set[int] = set()
+        self._compared: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_over = False
-        self._has_warned_of_model = False
         self._is_data_checked = False
         self._is_save_checked = False
         self._unprepared: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -97,11 +95,11 @@ class Watch:
         known = {id(item): item for item in _prepared_parameters(run)}
         if given.keys() <= held:  # it is prepared, or inside of what is
             self._check_window(run)
-            self._check_model(run, given, known)
+            self._check_model(run, optimizer, given, known)
         elif _is_meant(run, given, known):
             self._check_window(run)
             self._check_optimizer(run, optimizer, given)
-            self._check_model(run, given, known)
+            self._check_model(run, optimizer, given, known)
         else:
             return
         self._check_data(run)
@@ -119,16 +117,20 @@ class Watch:
         saved = {id(getattr(item, "optimizer", item)) for item in run.optimizers}
         saved |= {id(item) for item in run.registered}
         left = [type(item).__name__ for item in self._unprepared if id(item) not in saved]
-        known = {id(item) for item in _prepared_parameters(run)}
-        optimizers = [*run.optimizers, *self._unprepared]
-        family = _family([i for each in optimizers for i in _parameters(each) if id(i) not in known], known)
-        if family and not any(id(module) in saved for module in family):
-            left.append(type(family[-1]).__name__)
+        modules = [item for item in run.registered if isinstance(item, torch.nn.Module)]
+        # What has a state of another kind may save any parameter.
+        if all(hasattr(item, "param_groups") for item in run.registered if item not in modules):
+            known = {id(item) for item in _prepared_parameters(run)}
+            known |= {id(item) for module in modules for item in module.parameters()}
+            held = [item for each in (*run.optimizers, *self._unprepared) for item in _parameters(each)]
+            loose = [item for item in held if id(item) not in known and isinstance(item, torch.nn.Parameter)]
+            if loose:
+                left.append(_described(loose))
         if left:
             warn(
-                f"save_state leaves out {' and '.join(left)}, which {'are' if len(left) > 1 else 'is'} "
-                "trained and not prepared, so that load_state could not go on from here. Pass all that is "
-                "trained to accelerator.prepare(), or to register_for_checkpointing()."
+                f"save_state leaves out what is trained and not prepared: {' and '.join(left)}. load_state could "
+                "not go on from here. Pass all that is trained to accelerator.prepare(), or to "
+                "register_for_checkpointing()."
             )
 
     def _check_window(self, run: Run) -> None:
@@ -143,22 +145,30 @@ class Watch:
                 f"{steps} backward passes, or leave gradient_accumulation_steps out."
             )
 
-    def _check_model(self, run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> None:
+    def _check_model(
+        self,
+        run: Run,
+        optimizer: torch.optim.Optimizer,
+        given: dict[int, torch.Tensor],
+        known: dict[int, torch.Tensor],
+    ) -> None:
+        size, averages = run.engine.loaders.data_shard[1], run.engine.owner.averages
         # On one process there is nobody to average with.
-        size = run.engine.loaders.data_shard[1]
-        if size == 1 or self._has_warned_of_model:
+        if size == 1 or optimizer in self._compared:
             return
-        new = given.keys() - known.keys() - self._checked
-        owner = run.engine.owner
-        loose = [given[key] for key in new if _is_on_its_own(given[key]) and not owner.averages(given[key])]
-        self._checked |= {id(item) for item in loose}
-        family = _family(loose, known)
-        if family and not any(_is_parallel(module) for module in family):
-            self._has_warned_of_model = True
+        new = [item for key, item in given.items() if key not in known]
+        loose = [item for item in new if _has_whole_gradient(item) and not averages(item)]
+        if not loose:
+            return
+        self._compared.add(optimizer)
+        what = _described(loose)
+        # The processes may average gradients in any way, DistributedDataParallel for one: then they are equal.
+        if first_to_differ(name_comparison(f"gradients of {what}"), _digest(loose)):
             warn(
-                f"{type(family[-1]).__name__} is trained on {size} processes and is not prepared: nobody "
-                "averages its gradients, so that each process trains weights of its own. Pass it to "
-                "accelerator.prepare(), and use the model that comes back."
+                f"{type(optimizer).__name__} steps {what}, which are in no prepared model, and their gradients "
+                f"differ between the {size} processes: nobody averages them, so that each process trains "
+                "other weights. Pass the model to accelerator.prepare(), and use the model that comes back.",
+                about="process",
             )
 
     def _check_data(self, run: Run) -> None:
@@ -260,45 +270,30 @@ def _wrong_steps(run: Run, optimizer: torch.optim.Optimizer, given: dict[int, to
         yield "steps in the middle of an accumulation window"
 
 
-def _is_on_its_own(item: torch.Tensor) -> bool:
-    """Whether a parameter has a gradient that neither a mesh nor a hook of its own may have reduced."""
-    # Privates of torch without a public reader.
-    hooked = item._backward_hooks or getattr(item, "_post_accumulate_grad_hooks", None)
-    # A DTensor has a mesh; asking for its type would import torch.distributed.tensor.
-    return item.grad is not None and not hooked and not hasattr(item, "device_mesh")
+def _has_whole_gradient(item: torch.Tensor) -> bool:
+    """Whether a parameter has the gradient of all of it here, and not of a part."""
+    # A DTensor has a mesh; asking for its type would import torch.distributed.tensor. The other is FSDP1's.
+    is_part = hasattr(item, "device_mesh") or hasattr(item, "_fsdp_flattened")
+    return type(item.grad) is torch.Tensor and not is_part
 
 
-def _is_parallel(module: torch.nn.Module) -> bool:
-    """Whether a module averages gradients by itself, as DistributedDataParallel does."""
-    return extract_model_from_parallel(module) is not module
+def _described(parameters: Sequence[torch.Tensor]) -> str:
+    shapes = ", ".join(str(tuple(item.shape)) for item in parameters[:4])
+    more = ", ..." if len(parameters) > 4 else ""
+    return f"{len(parameters)} parameter(s) of shape {shapes}{more}"
 
 
-def _family(parameters: Collection[torch.Tensor], known: Collection[int]) -> list[torch.nn.Module]:
-    """The module that has one of the parameters, and all that it is in, from inside to outside.
-
-    A parameter does not know its module. All objects are looked through, which happens only where something
-    is amiss, or looks like it.
-
-    Args:
-        parameters: Of no prepared model; those of no module at all are passed over.
-        known: The `id` of prepared parameters: what has one is not a part of the family.
-    """
-    wanted = {id(item) for item in parameters}
-    if not wanted:
-        return []
-    # By type: isinstance asks `__class__`, which lazy proxies answer by importing what they stand for.
-    modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
-    # A module may be in several others, and in none of them as their only child.
-    parents: dict[int, list[torch.nn.Module]] = {}
-    for module in modules:
-        for child in (vars(module).get("_modules") or {}).values():  # missing where __init__ has not run yet
-            parents.setdefault(id(child), []).append(module)
-    # One is enough: those that it is in are found from it.
-    family = [module for module in modules if wanted & set(map(id, _own_parameters(module)))][:1]
-    for module in family:  # which grows
-        above = (item for item in parents.get(id(module), ()) if not any(item is other for other in family))
-        family += [item for item in above if not any(id(each) in known for each in item.parameters())]
-    return family
+def _digest(parameters: Iterable[torch.Tensor]) -> str:
+    """A sum over the bits of gradients, which does not depend on the order of its terms."""
+    total = 0
+    for item in parameters:
+        gradient = item.grad
+        assert gradient is not None, "it has one"
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        total += int(values.view(bits).sum())
+    return str(total)
 
 
 def _plain_iterations() -> list[Any]:
@@ -314,7 +309,3 @@ def _plain_iterations() -> list[Any]:
         for item in found
         if not isinstance(item._index_sampler, ours) and not isinstance(item._dataset, BlockReader)
     ]
-
-
-def _own_parameters(module: torch.nn.Module) -> Iterable[Any]:
-    return (vars(module).get("_parameters") or {}).values()
