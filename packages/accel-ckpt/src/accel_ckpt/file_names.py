@@ -1,7 +1,7 @@
 """Names of the files in a checkpoint folder. No file is touched here, and torch is not needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
-    extra_state.bin, extra_state_1.bin ...         what modules' get_extra_state returned, but for tensors
+    model_extra_state.bin ...                      what modules' get_extra_state returned, but for tensors
     pytorch_model_fsdp.bin ...                     the same, gathered from what FSDP has sharded
     model.safetensors.index.json ...               the same in files model-00001-of-00002.safetensors ...
     optimizer.bin, optimizer_1.bin ...             optimizers
@@ -42,7 +42,7 @@ _ROLES = {
     # Whole weights: one file a model, or several with an index.
     "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin|"
     rf"{_SHARD}|{_INDEX}",
-    "extra": r"extra_state(_\d+)?\.bin",
+    "extra": r"model_extra_state(_\d+)?\.bin",
     "optimizer": r"optimizer(_\d+)?\.bin",
     "scheduler": r"scheduler(_\d+)?\.bin",
     "loader": r"dl_state_dict(_\d+)?\.bin",
@@ -131,7 +131,7 @@ def is_shard(name: str) -> bool:
 
 def extra_state_file(index: int = 0) -> str:
     """Return the name of what a model's modules have beside tensors, where its weights are safetensors."""
-    return _numbered("extra_state", index, ".bin")
+    return _numbered("model_extra_state", index, ".bin")
 
 
 def optimizer_file(index: int = 0) -> str:

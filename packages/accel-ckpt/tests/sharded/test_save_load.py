@@ -418,8 +418,9 @@ class Noted(nn.Linear):
 def test_extra_state_as_accel_0_2_wrote_it_loads(tmp_path: Path, note: Any, before: Any, load: Any) -> None:
     model, other = Noted(2, 2), Noted(2, 2)
     model.note, other.note = note, before
+    state = {"model": get_model_state_dict(model)}
     with staged(tmp_path / "c") as staging:  # DCP takes dicts apart
-        write_parts({"model": get_model_state_dict(model)}, "pytorch_model_fsdp_0", staging, current_process())
+        write_parts(state, "pytorch_model_fsdp_0", staging, current_process())
     if load is None:
         reading = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
         load_what_fits(reading, Parts.of([other], []))

@@ -10,6 +10,7 @@ import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.files.tensors import tied_groups
+from accel_ckpt.weights.by_name import is_extra_state
 from accel_ops.modules import extract_model_from_parallel
 
 
@@ -23,11 +24,6 @@ def frozen_names(model: torch.nn.Module) -> frozenset[str]:
     # Tied weights are there under each of their names.
     named = inner.named_parameters(remove_duplicate=False)
     return frozenset(name for name, value in named if not value.requires_grad)
-
-
-def is_extra_state(name: str, value: Any) -> bool:
-    """Return whether an entry of a model's state is what a `get_extra_state` returned, and no tensor."""
-    return name.rpartition(".")[2] == "_extra_state" and not isinstance(value, torch.Tensor)
 
 
 def parts_of_model(

@@ -35,10 +35,10 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import Staging, staged
-from accel_ckpt.run.weight_parts import is_extra_state
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save, state_to_read
+from accel_ckpt.weights.by_name import is_extra_state
 from accel_ops.trees.walk import recursively_apply
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
@@ -333,10 +333,12 @@ def without_extra_state(weights: dict[str, Any], saved: Collection[str]) -> dict
         saved: What the folder's index names. Where that has the entries of a dict apart, as accel 0.2 wrote
             it, they are read into a copy of the model's own dict.
     """
-    return {
-        name: (None if f"model.{name}" in saved else deepcopy(value)) if is_extra_state(name, value) else value
+    extra = {
+        name: None if f"model.{name}" in saved else deepcopy(value)
         for name, value in weights.items()
+        if is_extra_state(name, value)
     }
+    return {**weights, **extra}
 
 
 def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:

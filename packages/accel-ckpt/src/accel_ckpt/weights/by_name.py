@@ -89,6 +89,11 @@ def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Para
     return made
 
 
+def is_extra_state(name: str, value: Any) -> bool:
+    """Return whether an entry of a model's state is what a `get_extra_state` returned, and no tensor."""
+    return name.rpartition(".")[2] == "_extra_state" and not isinstance(value, torch.Tensor)
+
+
 def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> dict[str, Any]:
     """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, if all have it, and what
     compiled submodules put into names.

@@ -2,6 +2,7 @@
 
     model.safetensors                                              (pytorch_model.bin without safetensors)
     model-00001-of-00002.safetensors ... model.safetensors.index.json
+    model_extra_state.bin                                          modules' extra state, beside safetensors
 
 The index has `metadata.total_size` (bytes) and `weight_map` (file by name).
 """
@@ -19,14 +20,16 @@ from typing import Any
 
 import torch
 
+from accel_ckpt import file_names
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.disk import flush, replacing
 from accel_ckpt.files.paths import listed_file
+from accel_ckpt.weights.by_name import is_extra_state
 from accel_state.logging.warning import warn
 
-SAFE_NAME, TORCH_NAME = "model.safetensors", "pytorch_model.bin"
+SAFE_NAME, TORCH_NAME, EXTRA_NAME = "model.safetensors", "pytorch_model.bin", file_names.extra_state_file()
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)(I?)(B)", re.IGNORECASE)
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -103,7 +106,7 @@ def split_by_size(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def save_weights(
-    state_dict: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, Any],
     folder: Folder,
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
@@ -115,7 +118,8 @@ def save_weights(
     never an index over files of different saves.
 
     Args:
-        state_dict: Tensors by name. Of tied ones safetensors keep the first, and know the others' names.
+        state_dict: Tensors by name. Of tied ones safetensors keep the first, and know the others' names. What
+            a module's `get_extra_state` returned may be of any type that states may have.
         folder: The folder; made if it is not there.
         max_shard_size: Size of a file at most, as for `convert_file_size_to_int`.
         safe_serialization: Whether to write safetensors, or torch files.
@@ -124,7 +128,8 @@ def save_weights(
         The names of the files.
 
     Raises:
-        ValueError: If safetensors cannot hold a weight, or the size cannot be read.
+        ValueError: If safetensors cannot hold a weight, no load would take a value, or the size cannot be
+            read.
     """
     max_bytes = convert_file_size_to_int(max_shard_size)
     if max_bytes < 1:
@@ -138,8 +143,14 @@ def save_weights(
             f"{root} has {SAFE_NAME} of an earlier save, which is read before {TORCH_NAME}. Delete "
             "what is not wanted.",
         )
-    kept, tied = _split(state_dict, safe_serialization)
+    found = {name: value for name, value in state_dict.items() if is_extra_state(name, value)}
+    extra: dict[str, Any] = values.encode(found, "the model")
+    weights = {name: value for name, value in state_dict.items() if name not in extra}
+    kept, tied = _split(weights, safe_serialization)
     sizes = {name: value.numel() * value.element_size() for name, value in kept.items()}
+    beside = [EXTRA_NAME] if extra and safe_serialization else []
+    if not safe_serialization:
+        kept, sizes = {**kept, **extra}, {**sizes, **dict.fromkeys(extra, 0)}
     parts = split_by_size(sizes, max_bytes)
     stem, _, suffix = (SAFE_NAME if safe_serialization else TORCH_NAME).rpartition(".")
     files = [
@@ -155,9 +166,13 @@ def save_weights(
             _write_part(kept, others, part, root / f".{name}.{mark}", safe_serialization)
             # An index of safetensors has no tied names, as the files' metadata has them.
             weight_map |= dict.fromkeys([*part, *([] if safe_serialization else others)], name)
+        for name in beside:
+            tensors.write(extra, root / f".{name}.{mark}")
+            flush(root / f".{name}.{mark}")
+        files += beside
         _replace(root, files, mark, stem, suffix)
     finally:
-        for name in files:
+        for name in {*files, *beside}:
             (root / f".{name}.{mark}").unlink(missing_ok=True)
     if len(parts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -209,6 +224,27 @@ def find_weight_files(checkpoint: Folder) -> list[WeightFile]:
     )
 
 
+def find_extra_state(checkpoint: Folder, files: Iterable[WeightFile]) -> list[WeightFile]:
+    """Find what `save_weights` wrote beside safetensors, or `save_state` beside those of the first model.
+
+    Args:
+        checkpoint: As for `find_weight_files`.
+        files: What that returned.
+
+    Returns:
+        One file at most.
+
+    Raises:
+        CorruptCheckpointError: If it is a pipe, a device or a folder.
+    """
+    path = Path(checkpoint)
+    file = (path if path.is_dir() else path.parent) / EXTRA_NAME
+    own = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+    if not (file.exists() and all(own.fullmatch(item.name) for item in files)):
+        return []
+    return [WeightFile(regular_file(file), EXTRA_NAME)]
+
+
 def read_index(path: Path) -> dict[str, str]:
     """Read an index of weights.
 
@@ -250,7 +286,7 @@ def _listed(index: Path) -> list[WeightFile]:
 
 def _split(
     state_dict: Mapping[str, torch.Tensor], safe_serialization: bool
-) -> tuple[Mapping[str, torch.Tensor], dict[str, str]]:
+) -> tuple[Mapping[str, Any], dict[str, str]]:
     if safe_serialization:
         return tensors.split_tied(state_dict)
     tied = {name: names[0] for names in tensors.tied_groups(state_dict) for name in names[1:]}
@@ -265,7 +301,7 @@ def _alone(value: torch.Tensor) -> torch.Tensor:
 
 
 def _write_part(
-    kept: Mapping[str, torch.Tensor], tied: dict[str, str], part: Iterable[str], draft: Path, safe: bool
+    kept: Mapping[str, Any], tied: dict[str, str], part: Iterable[str], draft: Path, safe: bool
 ) -> None:
     chosen: dict[str, Any] = {name: kept[name] for name in part}
     if safe:
@@ -283,5 +319,7 @@ def _replace(root: Path, files: list[str], mark: str, stem: str, suffix: str) ->
     for child in root.iterdir():
         if pattern.fullmatch(child.name) and child.name not in files:
             child.unlink()
+    if f"{stem}.{suffix}" == SAFE_NAME:  # likewise: never that of another save
+        (root / EXTRA_NAME).unlink(missing_ok=True)
     for name in files:
         os.replace(root / f".{name}.{mark}", root / name)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import listed_file
 from accel_ckpt.files.safetensors_header import shortened
 from accel_ckpt.weights.by_name import Slots, without_wrapper_names
-from accel_ckpt.weights.files import WeightFile, find_weight_files
+from accel_ckpt.weights.files import WeightFile, find_extra_state, find_weight_files
 from accel_ckpt.weights.offload import load_offloaded_weight, replace_offloaded
 from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
 from accel_ops.modules import extract_model_from_parallel, model_has_dtensor
@@ -169,6 +169,7 @@ def load_placed(
     placing.check(slots)
     # Twice through the files, the first time for names and shapes: mapped, so that no weight is read for it.
     files = find_weight_files(checkpoint)
+    files += find_extra_state(checkpoint, files)
     found = _check_files(slots, files, checkpoint, strict, placing)
     offloaded = _offloaded(model)
     if placing.in_place and placing.device_map is not None:
@@ -221,7 +222,7 @@ def _map_file(file: WeightFile) -> dict[str, Any]:
 
 
 def _read(file: Folder, **options: Any) -> dict[str, Any]:
-    state = tensors.load(file, map_location="cpu", **options)
+    state = values.decode(tensors.load(file, map_location="cpu", **options))
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{file} holds a {type(state).__name__}, not weights by name. Save a state dict."
@@ -351,7 +352,8 @@ def _load_collectively(
 
     state: dict[str, Any] = {}
     if current_process().is_main or not broadcast:
-        for file in find_weight_files(checkpoint):
+        files = find_weight_files(checkpoint)
+        for file in [*files, *find_extra_state(checkpoint, files)]:
             state.update(file.select(load_state_dict(file.path)))
         state = without_wrapper_names(state, set(model.state_dict(keep_vars=True)))
     reported = set_model_state_dict(
