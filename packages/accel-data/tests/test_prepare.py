@@ -1,6 +1,6 @@
 import inspect
 import random
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -786,6 +787,28 @@ def test_the_length_of_a_subclass_ends_an_epoch_that_would_never_end(repeating, 
     assert sum(map(len, loaders)) == (12 if batch_size is None else 3)
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
     assert epochs[0] != epochs[1]
+
+
+class WithoutEnd(Sampler):
+    def __iter__(self):
+        return cycle(range(12))
+
+
+class WithoutEndButLength(WithoutEnd):
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.parametrize("sampler", [WithoutEnd, WithoutEndButLength])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_the_length_of_a_subclass_ends_an_epoch_of_a_sampler_without_end(sampler, batch_size):
+    loader = KeepsWorkers(range(12), batch_size, sampler=sampler(), repeating=lambda inner: inner, steps=3)
+    with pytest.warns(UserWarning, match="persistent_workers=True"):
+        prepared = prepare_data_loader(loader)
+    epochs = [[torch.as_tensor(batch).flatten().tolist() for batch in prepared] for _ in range(2)]
+
+    size = batch_size or 1
+    assert epochs == [[list(range(start, start + size)) for start in range(0, 3 * size, size)]] * 2
 
 
 def test_an_epoch_may_be_shorter_than_the_data():

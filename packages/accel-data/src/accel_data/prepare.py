@@ -179,11 +179,8 @@ def prepare_data_loader(
     is_shared_stream = isinstance(dataset, IterableDataset) and not isinstance(
         prepared.dataset, PresplitStream
     )
-    name = type(dataset).__name__
-    if is_shared_stream and split is None and place.together:
-        prepared.set_comparison(RankNotice(name) if dispatch_batches else SampleComparison(name))
-    elif presharded and isinstance(dataset, IterableDataset) and place.together and place.size > 1:
-        prepared.set_comparison(SampleComparison(name, presharded=True))
+    if isinstance(dataset, IterableDataset) and place.together:
+        _compare_first_samples(prepared, dataset, place, is_shared_stream and split is None, presharded)
     # All processes read such a stream whole, in an order that may be drawn in the workers.
     if not is_shared_stream and not dispatch_batches:
         prepared.set_workers_rank(place.rank)
@@ -191,6 +188,18 @@ def prepare_data_loader(
     if prepared._seed is None:
         prepared.set_sample_seed(seeding.for_samples())
     return prepared
+
+
+def _compare_first_samples(
+    prepared: PreparedLoader, dataset: IterableDataset[Any], place: Place, is_whole: bool, presharded: bool
+) -> None:
+    """Have the processes compare their first samples of a stream, where these may not be as is thought."""
+    name = type(dataset).__name__
+    if is_whole:
+        is_dispatched = isinstance(prepared, DataLoaderDispatcher)
+        prepared.set_comparison(RankNotice(name) if is_dispatched else SampleComparison(name))
+    elif presharded and place.size > 1:
+        prepared.set_comparison(SampleComparison(name, presharded=True))
 
 
 def _shard(
@@ -313,12 +322,17 @@ def _own_length(dataloader: DataLoader[Any]) -> int | None:
 
 
 def _ends_within(sampler: Any, number: int) -> bool:
-    """Whether a sampler is known to end after so many entries: one of another class may go on without end."""
-    if not isinstance(sampler, (list, tuple, range)):
-        module = getattr(getattr(type(sampler), "__iter__", None), "__module__", "")
-        if not module.startswith(("torch.", "accel_data.")):
-            return False
-    return len(sampler) <= number
+    """Whether a sampler is known to end after so many entries."""
+    return _has_end(sampler) and len(sampler) <= number
+
+
+def _has_end(sampler: Any) -> bool:
+    """Whether a sampler is known to end: one of another class, also inside of it, may go on without end."""
+    if isinstance(sampler, (list, tuple, range)):
+        return True
+    module = getattr(getattr(type(sampler), "__iter__", None), "__module__", "")
+    inner = getattr(sampler, "sampler", None)
+    return module.startswith(("torch.", "accel_data.")) and (inner is None or _has_end(inner))
 
 
 def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[str, Any]:

@@ -146,6 +146,8 @@ class Anything(Numbers):
                 "array": np.float32([number]),
                 "complex": torch.tensor([1j * number]).conj(),
                 "transposed": torch.full((2, 3), number, dtype=torch.bfloat16).T,
+                "column": torch.full((2, 3), number)[:, 0],
+                "expanded": torch.tensor([number]).expand(3),
                 "scalar": torch.tensor(number),
                 "sparse": torch.eye(2).to_sparse(),
                 "nothing": None,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives.comparison import equal_on_all, name_comparison
+from accel_ops.collectives.pack_parts import as_bytes
 from accel_ops.debug.session import default_store
 from accel_ops.trees.walk import children
 from accel_state.logging.warning import warn
@@ -90,8 +91,7 @@ def _bytes_of(leaf: Any) -> bytes | None:
     if isinstance(leaf, torch.Tensor):
         if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             return None
-        flat = leaf.detach().resolve_conj().resolve_neg().flatten()
-        return bytes(flat.view(torch.uint8).numpy().tobytes())
+        return bytes(as_bytes(leaf.detach()).numpy().tobytes())
     # Arrays and images; the bytes of an array of objects are their addresses.
     holds_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
     return None if holds_objects or not callable(getattr(leaf, "tobytes", None)) else bytes(leaf.tobytes())
