@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.accelerator import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.training import misuse
-from accel.utils import GradientAccumulationPlugin
+from accel.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -347,6 +347,8 @@ def data_of(kind: str, accelerator: Accelerator) -> Any:
         "prepared, by next": lambda: iter(accelerator.prepare(over(data, num_workers=1))),
         "divided by a sampler": lambda: over(data, sampler=DistributedSampler(data)),
         "divided by hand": lambda: over(Subset(data, range(rank, 8, 2))),
+        "rows divided by hand": lambda: over(TensorDataset(torch.eye(8, 3)[rank::2])),
+        "said to be a part": lambda: over(data),
         "divided by itself": lambda: ((batch,) for batch in over(SelfSharded())),
         "no loader": lambda: [(torch.zeros(2, 3),)],
     }[kind]()
@@ -358,6 +360,8 @@ NOT_TOLD = [
     "prepared, by next",
     "divided by a sampler",
     "divided by hand",
+    "rows divided by hand",
+    "said to be a part",
     "divided by itself",
     "no loader",
 ]
@@ -366,7 +370,8 @@ NOT_TOLD = [
 def train_on(kinds: list[str]) -> dict[str, list[str]]:
     found = {}
     for kind in kinds:
-        accelerator = Accelerator()
+        config = DataLoaderConfiguration(presharded=kind == "said to be a part")
+        accelerator = Accelerator(dataloader_config=config)
         model = Net()
         model, optimizer = accelerator.prepare(model, sgd(model))
         with told() as found[kind]:

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from accel_data.order.mesh import Place
 from accel_data.stream import hugging_face
 from accel_data.stream.dataset import IterableDatasetShard
-from accel_data.stream.first_sample import same_data
+from accel_data.stream.first_sample import digest_of, same_data
 from accel_ops.collectives.objects import gather_object
 from accel_state.logging.warning import warn
 
@@ -119,8 +119,11 @@ def whole_data(dataloader: Any) -> str | None:
     # A stream of another library may share itself out, and say so nowhere.
     if find_split(dataloader) is not None or (is_stream and not hugging_face.is_stream(dataset)):
         return None
-    rows = hugging_face.stream_digest(dataset) if is_stream else _rows(dataset)
     length = len(dataset) if hasattr(dataset, "__len__") else None
+    if isinstance(dataset, TensorDataset) and length:  # whose rows may be those of one process, as x[rank::2]
+        rows: Any = digest_of([dataset[0]])
+    else:
+        rows = hugging_face.stream_digest(dataset) if is_stream else _rows(dataset)
     return f"{type(dataset).__name__} {length} {rows!r}"
 
 

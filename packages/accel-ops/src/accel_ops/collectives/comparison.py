@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from accel_ops.debug.session import default_store
 PATIENCE = timedelta(seconds=5)
 """How long a process waits for the others. Who comes later sees what was noted."""
 
+_LOOK_EVERY_S = 0.01
 
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How many comparisons of each kind were named, per process group."""
@@ -49,8 +50,10 @@ def equal_on_all(name: str, text: str, world_size: int, patience: timedelta = PA
         store.set("differ", "yes")
     if store.add("come", 1) == world_size or store.check(["differ"]):
         store.set("compared", "yes")
-    with suppress(RuntimeError):  # not all have come in time
-        store.wait(["compared"], patience)
+    end = time.monotonic() + patience.total_seconds()
+    # Not store.wait, for which torch writes a warning to stderr where not all have come in time.
+    while not store.check(["compared"]) and time.monotonic() < end:
+        time.sleep(_LOOK_EVERY_S)
     if store.check(["differ"]):
         return False
     return True if store.check(["compared"]) else None

@@ -176,6 +176,8 @@ class Watch:
         # Where a prepared loader gives the batches, nothing is searched for.
         if size == 1 or self._is_data_checked or run.gradient_state.in_dataloader:
             return
+        if run.dataloader_config.presharded:
+            return
         self._is_data_checked = True
         for iterated in _plain_iterations():
             # Privates of torch's iteration, which does not keep its loader.
@@ -189,9 +191,9 @@ class Watch:
             if equal_on_all(name, data, run.process.world_size, patience):
                 warn(
                     f"A DataLoader over {type(dataset).__name__} is not prepared, and each of {size} "
-                    "processes trains on all of its data. Pass it to accelerator.prepare(), and use the "
-                    "loader that comes back. If each process has its own part, say so with presharded=True "
-                    "in a DataLoaderConfiguration."
+                    "processes trains on all of its data, unless you gave each its own part. Pass it to "
+                    "accelerator.prepare(), and use the loader that comes back; if each process has its own "
+                    "part, with DataLoaderConfiguration(presharded=True), which also ends this warning."
                 )
             return
 
