@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 
 try:
@@ -20,28 +21,31 @@ class LifeLock:
     """A lock that this process holds until it ends; a process that it forks does not hold it.
 
     Attributes:
-        path: The file.
+        name: What `has_ended` takes: this machine and the file.
     """
 
     def __init__(self) -> None:
-        self._descriptor, self.path = tempfile.mkstemp(prefix="accel-process-")
+        self._descriptor, self._path = tempfile.mkstemp(prefix="accel-process-")
+        self.name = f"{socket.gethostname()}:{self._path}"
         if fcntl is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
         """Remove the file: from now on nobody can tell whether the process has ended."""
         with contextlib.suppress(OSError):
-            os.unlink(self.path)
+            os.unlink(self._path)
         os.close(self._descriptor)
 
 
-def has_ended(path: str) -> bool:
+def has_ended(name: str) -> bool:
     """Return whether the process that made a lock has ended; if so, the lock's file is removed.
 
     Args:
-        path: The file of another process's lock. Of one on another machine nothing is known.
+        name: That of another process's lock. Of a process on another machine nothing is known: a file system
+            that machines share may keep locks on each machine alone.
     """
-    if fcntl is None:
+    machine, _, path = name.partition(":")
+    if fcntl is None or machine != socket.gethostname():
         return False
     try:
         descriptor = os.open(path, os.O_RDWR)

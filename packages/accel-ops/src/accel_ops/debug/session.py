@@ -147,7 +147,7 @@ class Session:
     def _show_life(self) -> None:
         if self._life is None:
             self._life = LifeLock()
-            self.store.set(f"life/{self.rank}", self._life.path)
+            self.store.set(f"life/{self.rank}", self._life.name)
 
     def _publish_left(self, reason: str) -> None:
         if not self._gone:
