@@ -142,6 +142,7 @@ def test_outside_of_a_job_srun_asks_for_machines(plan: Any) -> None:
         (BATCH, ("--num_processes", "1", "--num_machines", "1"), "exec"),
         (BATCH, ("--num_processes", "2"), "srun"),
         (BATCH, ("--machine_rank", "0"), "torchrun"),
+        (BATCH, ("--machine_rank", "1", "--launcher", "torchrun"), "torchrun"),
         (BATCH, ("--machine_rank", "0", "--launcher", "srun"), "srun"),
         (BATCH, ("--launcher", "mpirun", "--num_machines", "1"), "mpirun"),
         (MACHINE, ("--num_processes", "1"), "exec"),

@@ -137,9 +137,9 @@ def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> St
         return None
     if flag("num_processes") == 1 and flag("num_machines") in (None, 1):
         return None  # one process is on one machine
-    if step.role == "batch" and flag("machine_rank") is not None and launcher == "auto":
+    if step.role == "batch" and flag("machine_rank") is not None and launcher != "srun":
         # The user starts each machine. The others, reached by ssh, cannot compute this port.
-        return replace(step, role="machine", port=None)
+        step = replace(step, role="machine", port=None)
     if step.role != "worker":
         follows = {"machine": ("auto", "torchrun"), "batch": ("auto", "srun")}[step.role]
         return step if launcher in follows else None
