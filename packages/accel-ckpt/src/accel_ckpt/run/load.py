@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,35 +193,13 @@ def restore(
         left += [objects.parts.optimizers[index] for index in compared.lacking] if strict is False else []
 
     def check() -> Findings:
-        findings = audit(
-            reading.names,
-            reading.strangers,
-            reading.facts,
-            objects.expected(hooked),
-            process_index,
-            process.world_size,
-            reading.listed,
-        )
+        findings = _audit(reading, objects, hooked, process_index, process)
         findings.core += different
         findings.core += compare_models(reading, objects.models)
-        for index, optimizer in enumerate(objects.optimizers):
-            name = file_names.optimizer_file(index)
-            if name in reading.names:
-                state, lines = match_groups(name, index, reading.load(name), optimizer, objects.every)
-                findings.core += lines
-                if lines:
-                    left.append(optimizer)
-                else:
-                    states[name] = state
-            elif not {name, file_names.role_of(name)} & {*hooked}:
-                left.append(optimizer)
-        scaler = objects.scaler
-        if scaler is not None and not scaler.is_enabled() and reading.load(file_names.SCALER):
-            findings.others.append(f"{file_names.SCALER} is not loaded: the loss scaler here is off")
+        left.extend(_optimizers_left(reading, objects, hooked, states, findings))
         idle = _schedules_left(reading, objects.schedulers, left, findings)
-        for _, name in objects.stateful():
-            if name in reading.names - idle:
-                states[name] = reading.load(name)
+        stateful = [name for _, name in objects.stateful() if name in reading.names - idle]
+        states.update((name, reading.load(name)) for name in stateful)
         _read_gradients(reading, objects.every, process_index, process, states, findings)
         for index, loader in enumerate(objects.loaders):
             if (fitting := _check_loader(reading, loader, index, undo, findings)) is not None:
@@ -244,14 +222,7 @@ def restore(
 
     def load() -> None:
         options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
-        for index, optimizer in enumerate(objects.optimizers):
-            name = file_names.optimizer_file(index)
-            if name in states:
-                optimizer.load_state_dict(states.pop(name))
-        # Options may say that the model's tensors are replaced.
-        load_models(reading, objects.models, options, fill=not load_model_func_kwargs)
-        for loader, place in loaders:
-            loader.load_state_dict(place)
+        _load_objects(reading, objects, states, loaders, options, fill=not load_model_func_kwargs)
         # Once more: loading modules and optimizers may draw random numbers.
         set_rng_state(generators, process)
         if gradients in states:
@@ -270,9 +241,7 @@ def restore(
         result = together(load_small, process, "loading the checkpoint")
         if objects.every and reading.facts.get("open_window") and gradients not in states:
             result = {"step": 0}  # training begins a new window
-        for item in [*objects.optimizers, *([] if objects.parts is None else objects.parts.optimizers)]:
-            if isinstance(optimizer := inner_optimizer(item), torch.optim.Optimizer):
-                undo.callback(remember(optimizer))
+        _keep_optimizers(objects, undo)
         if objects.parts is not None:
             load_parts(reading.folder, objects.parts, process, compared, strict is not False)
         together(load, process, "loading the checkpoint")
@@ -296,6 +265,67 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
     """
     file = plain_file(recovery.find(Path(path)), file_names.custom_file(index))
     obj.load_state_dict(values.decode(tensors.load(file, map_location="cpu", weights_only=weights_only)))
+
+
+def _audit(
+    reading: Reading, objects: Objects, hooked: Collection[str], process_index: int, process: Process
+) -> Findings:
+    """Compare the files that are there with those that the objects need."""
+    findings = audit(
+        reading.names,
+        reading.strangers,
+        reading.facts,
+        objects.expected(hooked),
+        process_index,
+        process.world_size,
+        reading.listed,
+    )
+    scaler = objects.scaler
+    if scaler is not None and not scaler.is_enabled() and reading.load(file_names.SCALER):
+        findings.others.append(f"{file_names.SCALER} is not loaded: the loss scaler here is off")
+    return findings
+
+
+def _optimizers_left(
+    reading: Reading, objects: Objects, hooked: Collection[str], states: dict[str, Any], findings: Findings
+) -> Iterator[Any]:
+    """Read the states of optimizers; yields the optimizers that have none here."""
+    for index, optimizer in enumerate(objects.optimizers):
+        name = file_names.optimizer_file(index)
+        if name in reading.names:
+            state, lines = match_groups(name, index, reading.load(name), optimizer, objects.every)
+            findings.core += lines
+            if lines:
+                yield optimizer
+            else:
+                states[name] = state
+        elif not {name, file_names.role_of(name)} & {*hooked}:
+            yield optimizer
+
+
+def _keep_optimizers(objects: Objects, undo: ExitStack) -> None:
+    for item in [*objects.optimizers, *([] if objects.parts is None else objects.parts.optimizers)]:
+        if isinstance(optimizer := inner_optimizer(item), torch.optim.Optimizer):
+            undo.callback(remember(optimizer))
+
+
+def _load_objects(
+    reading: Reading,
+    objects: Objects,
+    states: dict[str, Any],
+    loaders: Sequence[tuple[Any, Any]],
+    options: dict[str, Any],
+    fill: bool,
+) -> None:
+    """Load optimizers, models and loaders."""
+    for index, optimizer in enumerate(objects.optimizers):
+        name = file_names.optimizer_file(index)
+        if name in states:
+            optimizer.load_state_dict(states.pop(name))
+    # Options may say that the model's tensors are replaced.
+    load_models(reading, objects.models, options, fill=fill)
+    for loader, place in loaders:
+        loader.load_state_dict(place)
 
 
 def _load_registered(

@@ -125,19 +125,28 @@ def load_state(
     set_own_buffers(run, buffers)
     engine.states.load_own(reading.folder, **options)  # DeepSpeed and Megatron read their own files
     forget_round(run.scaler)  # the steps and gradients of before have nothing to do with the loaded scale
+    _continue_window(run, reading, result)
+    _number_next(run, folder)
+    return True
+
+
+def _continue_window(run: Run, reading: Reading, result: dict[str, Any]) -> None:
+    """Put the accumulation window where it was at the save."""
     if has_gradients(run) and not reading.facts.get("open_window"):
         drop_gradients(run)  # of the window that is left
     if "window" in result:
         run.window.load_state_dict(result["window"])
     else:
         run.window.step = result.get("step", 0)  # Accelerate's checkpoints have no window
+
+
+def _number_next(run: Run, folder: Path) -> None:
+    """Let the next automatic name come after the folder that was loaded, and after all that are there."""
     config = run.project_configuration
     if config.automatic_checkpoint_naming and config.project_dir is not None:
         number = file_names.iteration_of(folder.name)
-        # What is saved next comes after what was loaded, and after all that is there.
         above = 0 if number is None else number + 1
         config.iteration = max(config.iteration, above, free_number(run, run.process))
-    return True
 
 
 def _parts(run: Run, taken: Collection[int]) -> Parts:
