@@ -25,6 +25,8 @@ from accel.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 STEPS = 6
+PARAMETERS = "4 parameter(s) of shape (4, 3), (4,), (1, 4), (1,)"  # of a Net
+LEFT_OUT = "save_state leaves out what is trained and not prepared"
 
 
 class Net(torch.nn.Module):
@@ -313,7 +315,7 @@ def test_a_model_that_is_not_prepared_is_told_on_several_processes(world, fsdp, 
     assert not any(found[case] for case in LAWFUL if case in found)
     for case in () if debug else WRONG:
         (message,) = found[case]
-        assert message.startswith("SGD steps 4 parameter(s) of shape (4, 3), (4,), (1, 4), (1,), which are in no")
+        assert message.startswith(f"SGD steps {PARAMETERS}, which are in no prepared model, and their")
         assert "their gradients differ between the 2 processes" in message
 
 
@@ -542,7 +544,7 @@ def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, plain, tmp_path)
     found = saved(accelerator, tmp_path)
     assert len(found) == (way == "left out")
     if found:
-        assert found[0].startswith("save_state leaves out what is trained and not prepared: SGD. ")
+        assert found[0].startswith(f"{LEFT_OUT}: SGD. ")
 
 
 def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
@@ -550,14 +552,13 @@ def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
     optimizer = sgd(model)
     train(accelerator, model, optimizer)
     (message,) = saved(accelerator, tmp_path / "a")
-    parameters = "4 parameter(s) of shape (4, 3), (4,), (1, 4), (1,)"
-    assert message.startswith(f"save_state leaves out what is trained and not prepared: SGD and {parameters}. ")
+    assert message.startswith(f"{LEFT_OUT}: SGD and {PARAMETERS}. ")
 
     accelerator, model = Accelerator(), Net()
     optimizer = accelerator.prepare(sgd(model))
     train(accelerator, model, optimizer)
     (message,) = saved(accelerator, tmp_path / "b")
-    assert message.startswith(f"save_state leaves out what is trained and not prepared: {parameters}. ")
+    assert message.startswith(f"{LEFT_OUT}: {PARAMETERS}. ")
 
     accelerator, model = Accelerator(), Net()
     train(accelerator, model, accelerator.prepare(sgd(model)))

@@ -221,6 +221,18 @@ def test_an_optimizer_that_the_user_wrapped_is_prepared_as_any_other(world):
         assert world.run(losses_with_a_wrapper_of_the_users, version) == [expected] * 2
 
 
+def test_a_wrapper_with_methods_of_the_users_is_refused():
+    class Counting(AcceleratedOptimizer):
+        def step(self, closure=None):
+            raise NotImplementedError
+
+    accelerator = Accelerator()
+    model, optimizer, *_ = make()
+    with pytest.raises(TypeError, match=r"got a Counting, a subclass of AcceleratedOptimizer\..* `\.optimizer`"):
+        accelerator.prepare(model, Counting(optimizer))
+    assert (accelerator.run.models, accelerator.run.optimizers) == ([], [])
+
+
 def test_asking_for_an_optimizer_prepares_none():
     accelerator = Accelerator(mixed_precision="fp16")
     own = AcceleratedOptimizer(make()[1])

@@ -128,8 +128,8 @@ class Watch:
                 left.append(_described(loose))
         if left:
             warn(
-                f"save_state leaves out what is trained and not prepared: {' and '.join(left)}. load_state could "
-                "not go on from here. Pass all that is trained to accelerator.prepare(), or to "
+                f"save_state leaves out what is trained and not prepared: {' and '.join(left)}. load_state "
+                "could not go on from here. Pass all that is trained to accelerator.prepare(), or to "
                 "register_for_checkpointing()."
             )
 
@@ -162,12 +162,13 @@ class Watch:
             return
         self._compared.add(optimizer)
         what = _described(loose)
-        # The processes may average gradients in any way, DistributedDataParallel for one: then they are equal.
+        # Equal ones are averaged, by DistributedDataParallel or in any other way.
         if first_to_differ(name_comparison(f"gradients of {what}"), _digest(loose)):
             warn(
-                f"{type(optimizer).__name__} steps {what}, which are in no prepared model, and their gradients "
-                f"differ between the {size} processes: nobody averages them, so that each process trains "
-                "other weights. Pass the model to accelerator.prepare(), and use the model that comes back.",
+                f"{type(optimizer).__name__} steps {what}, which are in no prepared model, and their "
+                f"gradients differ between the {size} processes: nobody averages them, and each process "
+                "trains other weights. Pass the model to accelerator.prepare(), and use the model that comes "
+                "back.",
                 about="process",
             )
 

@@ -53,6 +53,7 @@ def prepare(
 
     Raises:
         ValueError: If `placement` has another length than `objects`, or the engine rejects an object.
+        TypeError: If an optimizer is of a subclass of AcceleratedOptimizer that the program made.
         AttributeError: After `AcceleratorState._reset_state()`, as long as no other state was made.
     """
     if placement is None:
@@ -126,6 +127,8 @@ def prepare_models_and_optimizers(
         caller: See `prepare`.
     """
     _check_settings(run)
+    for item in objects:
+        _check_wrapper(item)
     # A model that was evaluated before is done already, but for what training needs.
     if not evaluation_mode:
         _wrap_what_trains_now(run, objects)
@@ -359,6 +362,18 @@ def _marked(prepared: Any) -> Any:
 
 def _inner(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _check_wrapper(item: Any) -> None:
+    """Reject an optimizer's wrapper whose methods would be lost, as the engine makes another one."""
+    kind = type(item)
+    is_ours = kind.__module__.partition(".")[0] in ("accel", "accel_optim")
+    if isinstance(item, AcceleratedOptimizer) and not is_ours:
+        raise TypeError(
+            f"prepare got a {kind.__name__}, a subclass of AcceleratedOptimizer. It would make another "
+            f"wrapper, without the methods of {kind.__name__}. Pass its `.optimizer`, and override methods in "
+            "a subclass of the torch optimizer."
+        )
 
 
 def _follows(run: Run, item: Any) -> bool:
