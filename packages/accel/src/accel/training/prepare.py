@@ -371,8 +371,8 @@ def _check_wrapper(item: Any) -> None:
     if isinstance(item, AcceleratedOptimizer) and not is_ours:
         raise TypeError(
             f"prepare got a {kind.__name__}, a subclass of AcceleratedOptimizer. It would make another "
-            f"wrapper, without the methods of {kind.__name__}. Pass its `.optimizer`, and override methods in "
-            "a subclass of the torch optimizer."
+            f"wrapper, without the methods of {kind.__name__}. Pass its `.optimizer`, and override methods "
+            "in a subclass of the torch optimizer."
         )
 
 
