@@ -4,52 +4,49 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from accel_state.logging.warning import warn
 
 
+@dataclass(slots=True, eq=False)
 class LoaderPass:
     """One iteration over a loader. Times count the beginnings, batches and ends of all loaders together.
 
     Attributes:
+        reference: A weak one to the loader.
         began: When it began.
         previous: When it gave the batch before its last one; when it began, if there is none.
         last: When it gave its last batch; when it began, if there is none.
+        ended: When it ended; 0 while it is open.
         batches: How many batches it gave.
         padded_batches: How many of them were padded, or missing on other processes.
         micro_batches: How many micro-batches of the window followed it.
-        reference: A weak one to the loader.
         is_certain: Whether it is known that the window follows it, and no other one that gives batches, too.
         is_gathered: Whether `gather_for_metrics` was called for its batches, or their padding was told.
-        is_open: Whether it has not ended.
     """
 
-    __slots__ = (
-        "batches",
-        "began",
-        "is_certain",
-        "is_gathered",
-        "is_open",
-        "last",
-        "micro_batches",
-        "padded_batches",
-        "previous",
-        "reference",
-    )
-
-    def __init__(self, loader: Any, now: int) -> None:
-        self.reference = weakref.ref(loader)
-        self.began = self.previous = self.last = now
-        self.batches = self.micro_batches = self.padded_batches = 0
-        self.is_certain = False
-        self.is_gathered = False
-        self.is_open = True
+    reference: weakref.ref[Any]
+    began: int
+    previous: int
+    last: int
+    ended: int = 0
+    batches: int = 0
+    padded_batches: int = 0
+    micro_batches: int = 0
+    is_certain: bool = False
+    is_gathered: bool = False
 
     @property
     def loader(self) -> Any:
         """The loader; None if it is gone."""
         return self.reference()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return not self.ended
 
 
 class OpenLoaders:
@@ -61,8 +58,6 @@ class OpenLoaders:
     def __init__(self) -> None:
         self._passes: list[LoaderPass] = []
         self._ended: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
-        self._last_ended: LoaderPass | None = None
-        self._ended_at = 0
         self._followed: LoaderPass | None = None
         self._now = 0
         self._last_micro_batch = 0
@@ -75,7 +70,7 @@ class OpenLoaders:
     def begin(self, loader: Any) -> None:
         """Note that iteration over a loader begins."""
         self._now += 1
-        self._passes.append(LoaderPass(loader, self._now))
+        self._passes.append(LoaderPass(weakref.ref(loader), self._now, self._now, self._now))
 
     def note_batch(self, loader: Any) -> None:
         """Note that a loader gives a batch."""
@@ -93,9 +88,8 @@ class OpenLoaders:
         for position in reversed(range(len(self._passes))):
             if self._passes[position].loader is loader:
                 self._now += 1
-                ended = self._ended[loader] = self._last_ended = self._passes.pop(position)
-                ended.is_open = False
-                self._ended_at = self._now
+                self._ended[loader] = self._passes.pop(position)
+                self._ended[loader].ended = self._now
                 return
 
     @property
@@ -129,8 +123,8 @@ class OpenLoaders:
         if active is not None:
             others = (one for one in self._passes if one is not active and _are_side_by_side(one, active))
             found = [active, *others]
-        ended = self._last_ended
-        if ended is not None and ended.loader is not None and self._ended_at > (active.last if active else 0):
+        ended = max(self._ended.values(), key=lambda one: one.ended, default=None)
+        if ended is not None and (active is None or ended.ended > active.last):
             found.append(ended)
         return found
 

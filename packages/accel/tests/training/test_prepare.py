@@ -228,7 +228,7 @@ def test_a_wrapper_with_methods_of_the_users_is_refused():
 
     accelerator = Accelerator()
     model, optimizer, *_ = make()
-    with pytest.raises(TypeError, match="got a Counting, a subclass of Accelerated.* `.optimizer`"):
+    with pytest.raises(TypeError, match=r"got a Counting, a subclass of Accelerated.* `\.optimizer`"):
         accelerator.prepare(model, Counting(optimizer))
     assert (accelerator.run.models, accelerator.run.optimizers) == ([], [])
 
