@@ -164,6 +164,70 @@ def test_processes_that_use_other_parameters(world, case, hidden):
     assert_same_weights(state, expected_routes(case, hidden))
 
 
+class Depth(torch.nn.Module):
+    """Blocks that may hand on their input."""
+
+    _no_split_modules = ("Skipped",)
+    _tp_plan = {"blocks.*.own.up": "colwise", "blocks.*.own.down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
+        self.blocks = torch.nn.ModuleList([Skipped(), Skipped()])
+
+    def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, number == left_out)
+        return self.head(x)
+
+
+class Skipped(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Expert(6)
+
+    def forward(self, x: torch.Tensor, is_left_out: bool) -> torch.Tensor:
+        return x if is_left_out else x + self.own(x)
+
+
+def skip(case: str) -> dict[str, torch.Tensor]:
+    options = CASES[case].options()
+    if case == "ddp":
+        options["kwargs_handlers"] = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    accelerator = Accelerator(**options)
+    torch.manual_seed(0)
+    model = Depth()
+    model, optimizer = accelerator.prepare(model, make_optimizer(case, model.parameters()))
+    shard, _ = accelerator.engine.loaders.data_shard
+    for step in range(STEPS):
+        accelerator.backward(model(own_rows(accelerator, case, step), choice(step, shard)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(accelerator, model)
+
+
+@over_engines
+def test_processes_that_leave_out_other_blocks(world, case):
+    """Stochastic depth: a whole group is used by some processes and not by others."""
+    if case in ("deepspeed 2", "deepspeed 3"):
+        message = {"deepspeed 2": "has a gradient on processes", "deepspeed 3": "some processes are at"}[case]
+        assert_refused(world, message, skip, case)
+        return
+    (state, *_) = world.run(skip, case, size=CASES[case].size, timeout_s=60)
+
+    torch.manual_seed(0)
+    model = Depth()
+    optimizer = make_optimizer(case, model.parameters())
+    shards = CASES[case].size // CASES[case].replicas
+    for step in range(STEPS):
+        for shard, x in enumerate(rows(case, step).chunk(shards)):
+            (model(x, choice(step, shard)).square().mean() / shards).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(state, model.state_dict())
+
+
 IN_GROUPS = ("fsdp1", "fsdp2", "hsdp", "fsdp2 x tp")
 
 
@@ -236,11 +300,14 @@ def freeze_row(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * mask
 
 
-def train_hooked(case: str, hooked: str) -> dict[str, torch.Tensor]:
+def train_hooked(case: str, hooked: str, is_late: bool = False) -> dict[str, torch.Tensor]:
     accelerator = Accelerator(gradient_accumulation_steps=2, **CASES[case].options())
     model, optimizer = make_layers()
-    model.get_parameter(hooked).register_hook(freeze_row)
+    if not is_late:
+        model.get_parameter(hooked).register_hook(freeze_row)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if is_late:
+        accelerator.unwrap_model(model).get_parameter(hooked).register_hook(freeze_row)
     for step in range(STEPS * 2):
         with accelerator.accumulate(model):
             accelerator.backward(model(own_rows(accelerator, case, step)).square().mean())
@@ -250,13 +317,17 @@ def train_hooked(case: str, hooked: str) -> dict[str, torch.Tensor]:
 
 
 @over_engines
-@pytest.mark.parametrize("hooked", ["first.weight", "middle.up.weight"])
-def test_hooks_on_parameters(world, case, hooked):
-    message = f"Layers.{hooked} has a hook"
+@pytest.mark.parametrize(
+    ("hooked", "is_late"),
+    [("first.weight", False), ("middle.up.weight", False), ("first.weight", True)],
+    ids=["outer", "inner", "after prepare"],
+)
+def test_hooks_on_parameters(world, case, hooked, is_late):
+    message = f"{hooked} has a hook"
     if case == "fsdp1" or ("tp" in case and hooked.startswith("middle")):
-        assert_refused(world, message, train_hooked, case, hooked)
+        assert_refused(world, message, train_hooked, case, hooked, is_late)
         return
-    (state, *_) = world.run(train_hooked, case, hooked, size=CASES[case].size, timeout_s=60)
+    (state, *_) = world.run(train_hooked, case, hooked, is_late, size=CASES[case].size, timeout_s=60)
 
     model, optimizer = make_layers()
     model.get_parameter(hooked).register_hook(freeze_row)
@@ -284,7 +355,8 @@ def swap_average(case: str) -> tuple[dict[str, torch.Tensor], list[float]]:
         accelerator.backward(model(own_rows(accelerator, case, step)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        evaluate()
+        if step % 2:
+            evaluate()
         kept = [parameter.detach().clone() for parameter in model.parameters()]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -310,7 +382,8 @@ def test_weights_that_are_swapped_for_an_evaluation(world, case):
         optimizer.zero_grad()
         halved = {name: value * 0.5 for name, value in model.state_dict().items()}
         with torch.no_grad():
-            expected.append(float(model(rows(case, 9)).square().mean()))
+            if step % 2:
+                expected.append(float(model(rows(case, 9)).square().mean()))
             expected.append(float(torch.func.functional_call(model, halved, rows(case, 9)).square().mean()))
     with torch.no_grad():
         expected.append(float(model(rows(case, 9)).square().mean()))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_
 from accel.engines.common.norms import Sets
 from accel.engines.sharded.groups import Groups, aliases
 from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
+from accel_ops.trees.walk import flatten
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,58 @@ def _wrap(
         alone = how.source.mesh.size() == 1
         for message in (".*since the world size is 1", ".*NO_SHARD.* is deprecated") if alone else ():
             warnings.filterwarnings("ignore", message)
-        return FullyShardedDataParallel(
+        wrapped = FullyShardedDataParallel(
             module,
             device_mesh=how.source.mesh,
             device_id=how.source.device,
             ignored_states=list(keep) or None,
             **how.options,
         )
+    if wrapped._handle is not None and how.source.mesh.size() > 1:
+        # Inside of torch's wrapper, as its own hooks on the output gather what this one's backward needs.
+        wrapped.module.register_forward_hook(partial(_fill_unused, wrapped._handle.flat_param))
+    return wrapped
+
+
+def _fill_unused(flat: torch.Tensor, module: Any, inputs: Any, output: Any) -> Any:
+    """Have a flat parameter that an output does not depend on here be reduced as zeros: others may use it."""
+    if not (flat.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return None
+    tensors, rebuild = flatten(output)
+    places = [place for place, item in enumerate(tensors) if item.grad_fn is not None]
+    given = {item.grad_fn for item in flatten(inputs)[0]}
+    if not places or _depends([tensors[place].grad_fn for place in places], flat, given):
+        return None
+    tensors[places[0]] = _WithZeros.apply(tensors[places[0]], flat)  # type: ignore[no-untyped-call]
+    return rebuild(tensors)
+
+
+def _depends(nodes: list[Any], leaf: torch.Tensor, stop: set[Any]) -> bool:
+    """Whether nodes of autograd lead to a leaf, by a way that does not pass through others."""
+    seen = {*nodes}
+    waiting = deque(node for node in nodes if node not in stop)
+    while waiting:
+        node = waiting.popleft()
+        if getattr(node, "variable", None) is leaf:
+            return True
+        found = [item for item, _ in node.next_functions if item is not None and item not in seen]
+        seen.update(found)
+        waiting.extend(item for item in found if item not in stop)
+    return False
+
+
+class _WithZeros(torch.autograd.Function):
+    """Hands on a tensor, and gives a parameter a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.like = parameter.shape, parameter.dtype, parameter.device
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dtype, device = ctx.like
+        return gradient, torch.zeros(shape, dtype=dtype, device=device)
 
 
 def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataParallel, Any]]:

@@ -63,6 +63,28 @@ class Freezing:
         self._trained.clear()
 
 
+def check_hooks_of_shards(handles: Iterable[Any], model: torch.nn.Module, args: Any) -> None:
+    """Reject hooks on parameters that were registered after prepare: nothing calls them.
+
+    Args:
+        handles: Those of the model's flat parameters.
+        model: The wrapper that trains; with the first argument bound it is a hook before its forward pass.
+        args: Of the forward pass.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    for handle in handles:
+        flat = handle.flat_param
+        for name, item in zip(flat._fqns, flat._params or (), strict=False):
+            if item._backward_hooks or item._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), which fsdp1 "
+                    "does not call: gradients are those of a flat parameter. Set fsdp_version=2, which calls "
+                    "those of register_hook; or train under DDP."
+                )
+
+
 def drop_hooks_of_others(handles: Iterable[Any], model: torch.nn.Module, args: Any) -> None:
     """Drop hooks for a backward pass of what was trained before, and is frozen now, or the reverse.
 

@@ -12,7 +12,7 @@ from accel.engines.common.create_graph import refuse_create_graph
 from accel.engines.common.owner import ShardOwner
 from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.fsdp1 import flat
-from accel.engines.fsdp1.freezing import Freezing, drop_hooks_of_others
+from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_hooks_of_others
 
 if TYPE_CHECKING:
     from accel.engines.fsdp1.flattened import Flattened
@@ -36,6 +36,7 @@ class FlatOwner(ShardOwner):
         """Note a wrapped model."""
         self._models[model] = None
         handles = [handle for _, handle in flat.parts([model])]  # found once: a forward pass walks no modules
+        model.register_forward_pre_hook(partial(check_hooks_of_shards, handles))
         model.register_forward_pre_hook(partial(drop_hooks_of_others, handles))
         refuse_create_graph(model, "fsdp1")
         check_same_order(model, flat.units(model), self._process, "fsdp1", FSDP_FIX)

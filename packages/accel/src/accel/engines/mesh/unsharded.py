@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
@@ -82,7 +83,9 @@ def fill_unused(part: FSDPModule, filled: list[Any]) -> None:
 def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any) -> None:
     group: Any = reference()
     has_gradient = [_held(parameter) is not None for parameter in group.fsdp_params]
-    if group.reduce_grads and any(has_gradient):
+    # Other processes may use parameters of a module whose output alone has a gradient here.
+    has_part = group._training_state == TrainingState.PRE_BACKWARD or any(has_gradient)
+    if group.reduce_grads and has_part:
         for parameter, has in zip(group.fsdp_params, has_gradient, strict=True):
             if not has and parameter.sharded_param.requires_grad:
                 # Zeros with a sign: a sum is -0.0 only where no process adds another number.
@@ -97,24 +100,25 @@ def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any)
 
 
 def carry_hooks(part: FSDPModule, hooks_of: Mapping[int, Any]) -> None:
-    """Call the hooks of parameters that were replaced with the gradient of the whole parameter.
+    """Call the hooks of shards, those registered later too, with the gradient of the whole parameter.
 
     Args:
         part: A module that shards parameters.
-        hooks_of: torch's hooks, by the `id` of the shard that took the parameter's place.
+        hooks_of: The hooks of the parameters before, by the `id` of the shard that took each one's place.
     """
     for parameter in sharded_parameters(part):
         if hooks := hooks_of.get(id(parameter.sharded_param)):
-            # torch makes the whole parameter in the first forward pass.
-            parameter.init_unsharded_param = partial(_init_with_hooks, weakref.ref(parameter), hooks)
+            parameter.sharded_param._backward_hooks = hooks  # the same dict, so that handles can remove them
+        parameter.init_unsharded_param = partial(_init_with_hooks, weakref.ref(parameter))
 
 
-def _init_with_hooks(reference: weakref.ref[Any], hooks: Any) -> None:
+def _init_with_hooks(reference: weakref.ref[Any]) -> None:
     parameter: Any = reference()
     # The class's method, as the instance's is this function.
     type(parameter).init_unsharded_param(parameter)
-    if parameter._unsharded_param._backward_hooks is not hooks:
-        parameter._unsharded_param._backward_hooks = hooks  # the same dict, so that handles can remove them
+    hooks = parameter.sharded_param._backward_hooks
+    if hooks is not None and parameter._unsharded_param._backward_hooks is not hooks:
+        parameter._unsharded_param._backward_hooks = hooks
 
 
 def drop_unused(filled: list[Any]) -> None:

@@ -97,7 +97,7 @@ def _given_plans(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _parts(name: str, module: torch.nn.Module, style: Any) -> list[str]:
-    """The modules that are split for one of the plan: it itself, or of an adapted layer those that have to be.
+    """The modules that are split for one that the plan names: itself, or parts of an adapted layer.
 
     An adapter of low rank (peft's LoRA) adds B(A(x)) to the layer's output: B is split where the output is,
     and A where the input is.
@@ -109,13 +109,16 @@ def _parts(name: str, module: torch.nn.Module, style: Any) -> list[str]:
         return [name]
     known = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
     others = [
-        child for child, item in module.named_children() if child not in known and any(True for _ in item.parameters())
+        child
+        for child, item in module.named_children()
+        if child not in known and next(item.parameters(), None) is not None
     ]
     if others or not hasattr(module, "lora_A"):
+        beside = f" with {others[0]}" if others else ""
         raise ValueError(
-            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}"
-            f"{f' with {others[0]}' if others else ''}) that tensor parallelism does not know: it splits LoRA of "
-            "linear layers and embeddings. Train it under DDP or FSDP (version 2)."
+            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}{beside}) that tensor "
+            "parallelism does not know: it splits LoRA of linear layers and embeddings. Train it under DDP or "
+            "FSDP (version 2)."
         )
     if isinstance(base, torch.nn.Embedding):  # its adapter is applied whole
         return [f"{name}.base_layer"]
