@@ -116,9 +116,9 @@ def _parts(name: str, module: torch.nn.Module, style: Any) -> list[str]:
     if others or not hasattr(module, "lora_A"):
         beside = f" with {others[0]}" if others else ""
         raise ValueError(
-            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}{beside}) that tensor "
-            "parallelism does not know: it splits LoRA of linear layers and embeddings. Train it under DDP or "
-            "FSDP (version 2)."
+            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}{beside}) that "
+            "tensor parallelism does not know: it splits LoRA of linear layers and embeddings. Train it "
+            "under DDP or FSDP (version 2)."
         )
     if isinstance(base, torch.nn.Embedding):  # its adapter is applied whole
         return [f"{name}.base_layer"]
