@@ -268,6 +268,14 @@ def ready_made(stream, workers, even):
         assert got == expected, count
         assert ours.state_dict() == shards.state_dict()
 
+        resumed = dispatched(make(), even_batches=even)
+        for _ in ours:
+            resumed.load_state_dict(ours.state_dict())
+            break
+        rest = seen(resumed)
+        if len(got) > 1:  # otherwise it goes on with the next epoch
+            assert (rest if even else [part[:2] for part in rest]) == got[1:], count
+
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("stream", "workers"), [(True, 0), (True, 2), (False, 0)])

@@ -155,7 +155,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _stream_shard(self) -> IterableDatasetShard:
         dataset: Any = self.dataset
         size = self.batch_size or 1
-        if self.num_processes == 1 or self._unbatched:
+        if self.num_processes == 1 or self._sliced_items:
             return IterableDatasetShard(dataset, size, self.drop_last, even_batches=self.even_batches)
         place = self.num_processes, 0
         size *= self.num_processes if self.split_batches else 1

@@ -89,7 +89,11 @@ class Rounds:
                 return Round(parts, None)
             rows += [0] * missing
             return Round(parts + [ABSENT] * missing, Fill(tuple(rows), tuple(rows)))
-        real = [read.fill.real[0] if read.fill else size for size, read in zip(rows, group, strict=True)]
+        # Of a ready-made batch it is known whether it is padding: then none of its rows is real.
+        real = [
+            size if read.fill is None else read.fill.real[0] * (size if self.size is None else 1)
+            for size, read in zip(rows, group, strict=True)
+        ]
         # A process without a batch gets one of padding alone, as every process has to take this step.
         padding = list(islice(cycle(head), missing))
         parts += [read.batch for read in padding]
@@ -113,9 +117,9 @@ class Rounds:
         return Round(parts, Fill(real_in(real, sizes), sizes))
 
     def _rows(self, read: Read) -> int:
-        if read.fill is not None:
-            return read.fill.rows[0]
-        return count_rows(read.batch) if self.size is None else self.size
+        if self.size is None:
+            return count_rows(read.batch)
+        return self.size if read.fill is None else read.fill.rows[0]
 
 
 def real_in(real: int, rows: Sequence[int]) -> tuple[int, ...]:
