@@ -21,7 +21,7 @@ class LoaderPass:
         last: When it gave its last batch; when it began, if there is none.
         ended: When it ended; 0 while it is open.
         batches: How many batches it gave.
-        padded_batches: How many of them were padded, or missing on other processes.
+        padded_batches: How many of them were padded, here or on other processes.
         micro_batches: How many micro-batches of the window followed it.
         is_certain: Whether it is known that the window follows it, and no other one that gives batches, too.
         is_gathered: Whether `gather_for_metrics` was called for its batches, or their padding was told.
@@ -80,7 +80,8 @@ class OpenLoaders:
             if one.reference() is loader:
                 one.previous, one.last = one.last, self._now
                 one.batches += 1
-                one.padded_batches += getattr(loader, "real_samples", None) is not None
+                real = getattr(loader, "real_samples", None)
+                one.padded_batches += real is not None and real != loader.batch_rows
                 return
 
     def end(self, loader: Any) -> None:

@@ -179,6 +179,23 @@ def test_rows_that_are_as_many_as_the_last_batch_of_an_ended_loop_are_kept(world
     assert world.run(gathered_beside_an_ended_loop, own_batches) == [expected] * 2
 
 
+def gathered_after_an_uneven_loop(batches: list[list[int]]) -> list[int]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(Numbers(9), batch_sampler=batches))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This loader gives 2 batches to process 0, but only 1")
+        epoch = torch.cat(list(loader))
+    mean = accelerator.gather_for_metrics(epoch.float().mean())  # nothing is padded, and nothing told
+    assert len(mean) == 2
+    return sorted(accelerator.gather_for_metrics(epoch).tolist())
+
+
+@pytest.mark.parametrize("batches", [[[0, 1, 2], [3, 4], [5]], [[0], [1, 2, 3], [4, 5], [6]]])
+def test_an_epoch_without_padding_is_gathered_whole(world, batches):
+    expected = [index for batch in batches for index in batch]
+    assert world.run(gathered_after_an_uneven_loop, batches) == [expected] * 2
+
+
 def counted_after_the_loop() -> list[list[int]]:
     """What a loop counts by itself has the padding in it: 12 samples of 9."""
     accelerator = Accelerator()

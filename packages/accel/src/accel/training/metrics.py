@@ -291,7 +291,7 @@ def _one_copy(
     is_loss = gathered.dim() == 1 and gathered.is_floating_point() and max(counts) in sequences
     if is_loss and all(map(_is_repeated, groups, counts)):
         return groups.mean(1).flatten()
-    raise ValueError(_differs(f"tensors {tuple(gathered.shape[1:])} per row ({gathered.dtype}, {rows} rows)"))
+    raise ValueError(_differs(f"tensors of shape {(rows, *gathered.shape[1:])} ({gathered.dtype})"))
 
 
 def _is_repeated(group: torch.Tensor, count: int) -> bool:
