@@ -22,6 +22,7 @@ from accel import (
 from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.weights.files import save_weights
+from accel_ckpt.weights.offload import OffloadedWeightsLoader
 
 X = torch.ones(2, 8)
 MAPS = {
@@ -148,6 +149,16 @@ def test_a_load_that_fails_leaves_offloaded_weights_as_they_were(tmp_path: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are kept open on Linux")
+def test_a_load_that_would_change_another_model_changes_nothing(tmp_path: Path):
+    model = disk_offload(make(0), tmp_path / "weights")
+    save_weights(make(1).state_dict(), tmp_path / "second")
+    other = OffloadedWeightsLoader(save_folder=tmp_path / "weights")
+    other.index = {"2.bias": other.index["2.bias"]}
+    with pytest.raises(ValueError, match=r"weights of a model that is in use.* 2\.bias"):
+        load_checkpoint_in_model(model, tmp_path / "second")
+    assert_computes(model, make(0))
+
+
 def test_a_checkpoint_that_is_saved_anew_leaves_models_in_use_alone(tmp_path: Path):
     model = dispatched(tmp_path, MAPS["both"])
     save_weights(make(1).state_dict(), tmp_path)

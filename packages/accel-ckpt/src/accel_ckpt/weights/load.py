@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 Folder = str | os.PathLike[str]
+# The mapping that has a weight, and its name there, by its name in the model.
+Offloaded = dict[str, tuple[Mapping[str, torch.Tensor], str]]
 
 _logger = logging.getLogger(__name__)
 
@@ -170,15 +172,16 @@ def load_placed(
     # Twice through the files, the first time for names and shapes: mapped, so that no weight is read for it.
     files = find_weight_files(checkpoint)
     files += find_extra_state(checkpoint, files)
-    found = _check_files(slots, files, checkpoint, strict, placing)
     offloaded = _offloaded(model)
+    # With a device map they are placed again; or it is an error, as with a dtype.
+    replaced = offloaded if placing.device_map is None and placing.dtype is None else {}
+    found = _check_files(slots, files, checkpoint, strict, placing, replaced)
     if placing.in_place and placing.device_map is not None:
         _check_values(slots, found & slots.expected | offloaded.keys(), placing.device_map, checkpoint)
-        offloaded = {}  # they are placed again
     elif placing.device_map is not None or placing.dtype is not None:
         _check_not_offloaded(slots, found, offloaded, checkpoint)
     try:
-        _place_files(slots, files, placing, offloaded)
+        _place_files(slots, files, placing, replaced)
     # Also on Ctrl-C: a model that is half loaded looks like one that is loaded.
     except BaseException:
         placing.undo(slots)
@@ -231,7 +234,12 @@ def _read(file: Folder, **options: Any) -> dict[str, Any]:
 
 
 def _check_files(
-    slots: Slots, files: list[WeightFile], checkpoint: Folder, strict: bool, placing: Placing
+    slots: Slots,
+    files: list[WeightFile],
+    checkpoint: Folder,
+    strict: bool,
+    placing: Placing,
+    offloaded: Offloaded,
 ) -> set[str]:
     """Compare names and shapes, while the model is as it was; return the names in the files."""
     found: set[str] = set()
@@ -241,6 +249,7 @@ def _check_files(
         ours = {name: state[name] for name in state if name in slots and name in slots.expected}
         for name, value in ours.items():
             _check_shape(slots, name, value, file.path)
+            _replace(slots, offloaded, name, value, (file.path, name), only_check=True)
         placing.check_folder(slots, ((name, value, file.path) for name, value in ours.items()))
         del state, ours
     known = found & slots.expected
@@ -251,7 +260,7 @@ def _check_files(
     return found
 
 
-def _offloaded(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, torch.Tensor], str]]:
+def _offloaded(model: torch.nn.Module) -> Offloaded:
     """Return where accel's hooks keep the weights of a model: the mapping and the name there, by name."""
     found: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -318,7 +327,7 @@ def _place_files(
     slots: Slots,
     files: list[WeightFile],
     placing: Placing,
-    offloaded: Mapping[str, tuple[Mapping[str, torch.Tensor], str]],
+    offloaded: Offloaded,
 ) -> None:
     extra: dict[str, Any] = {}
     for file in files:
@@ -329,12 +338,9 @@ def _place_files(
             inside.setdefault(id(value), name)
         for name, value in without_wrapper_names(state, slots.expected).items():
             if name in slots and name in slots.expected:
-                kept = next((offloaded[other] for other in slots.names(name) if other in offloaded), None)
-                if kept is None:
-                    placing.place(slots, name, value, (file.path, inside[id(value)]))
-                else:
-                    in_place = file.path.name.endswith(".safetensors")
-                    replace_offloaded(*kept, value, (file.path, inside[id(value)]) if in_place else None)
+                source = file.path, inside[id(value)]
+                if not _replace(slots, offloaded, name, value, source):
+                    placing.place(slots, name, value, source)
             elif name in slots.expected:
                 # In expected and not in slots: neither a parameter nor a buffer.
                 extra[name] = value  # what a module's get_extra_state gave
@@ -342,6 +348,22 @@ def _place_files(
     placing.finish()
     if extra:
         slots.model.load_state_dict(extra, strict=False)
+
+
+def _replace(
+    slots: Slots,
+    offloaded: Offloaded,
+    name: str,
+    value: torch.Tensor,
+    source: tuple[Path, str],
+    only_check: bool = False,
+) -> bool:
+    """Replace a weight where it is kept, or check that this can be done; False if it is not offloaded."""
+    kept = next((offloaded[other] for other in slots.names(name) if other in offloaded), None)
+    if kept is not None:
+        in_place = source[0].name.endswith(".safetensors")
+        replace_offloaded(*kept, value, source if in_place else None, only_check)
+    return kept is not None
 
 
 def _load_collectively(

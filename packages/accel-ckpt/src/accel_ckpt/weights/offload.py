@@ -298,7 +298,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             value = load_offloaded_weight(self._file(str(entry.get("weight_name", key))), entry)
         return value if self.device is None else value.to(self.device)
 
-    def replace(self, key: str, value: torch.Tensor, source: tuple[Path, str] | None = None) -> None:
+    def replace(
+        self,
+        key: str,
+        value: torch.Tensor,
+        source: tuple[Path, str] | None = None,
+        only_check: bool = False,
+    ) -> None:
         """Give a weight of the folder other values, in its dtype, and so all that are tied to it.
 
         Args:
@@ -313,14 +319,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """
         before = self.index[key]
         dtype = getattr(torch, str(before.get("dtype", value.dtype)).removeprefix("torch."))
-        name, in_place = str(before.get("weight_name", key)), "safetensors_file" in before
+        in_place = "safetensors_file" in before
+        name = key if in_place else str(before.get("weight_name", key))
+        stays = in_place and source is not None and value.dtype == dtype
+        if not stays and self.save_folder is not None:
+            check_not_in_use(self.save_folder, {name}, {id(self)})
+        if only_check:
+            return
         entries: Index = {}
-        if in_place and source is not None and value.dtype == dtype:
+        if stays and source is not None:
             entries[key] = {"safetensors_file": os.path.abspath(source[0]), "weight_name": source[1]}
             self._in_place.note([str(entries[key]["safetensors_file"])])
         elif self.save_folder is not None:
-            name = key if in_place else name
-            check_not_in_use(self.save_folder, {name}, {id(self)})
             make_offload_folder(self.save_folder)
             offload_weight(value.to(dtype), name, self.save_folder, entries)
             save_offload_index(entries, self.save_folder)
@@ -364,6 +374,7 @@ def replace_offloaded(
     name: str,
     value: torch.Tensor,
     source: tuple[Path, str] | None = None,
+    only_check: bool = False,
 ) -> None:
     """Give an offloaded weight other values, where it is kept.
 
@@ -372,6 +383,7 @@ def replace_offloaded(
         name: Its name there.
         value: The values.
         source: As for `OffloadedWeightsLoader.replace`.
+        only_check: Only check that it can be replaced.
 
     Raises:
         TypeError: If the mapping makes its tensors when they are looked up.
@@ -380,11 +392,11 @@ def replace_offloaded(
     if isinstance(weights, ChainMap):
         weights = next(part for part in weights.maps if name in part)
     if isinstance(weights, PrefixedDataset):
-        replace_offloaded(weights.dataset, weights.prefix + name, value, source)
+        replace_offloaded(weights.dataset, weights.prefix + name, value, source, only_check)
     elif isinstance(weights, OffloadedWeightsLoader) and name not in weights.state_dict:
-        weights.replace(name, value, source)
+        weights.replace(name, value, source, only_check)
     elif isinstance(weights, OffloadedWeightsLoader):
-        replace_offloaded(weights.state_dict, name, value)
+        replace_offloaded(weights.state_dict, name, value, None, only_check)
     else:  # in memory: tied weights are one tensor
         stored = weights[name]
         if weights[name] is not stored:
@@ -392,8 +404,9 @@ def replace_offloaded(
                 f"{type(weights).__name__} makes {name} again at each access, so that it cannot be changed: "
                 "keep the offloaded weights in a dict."
             )
-        with torch.no_grad():
-            stored.copy_(value)
+        if not only_check:
+            with torch.no_grad():
+                stored.copy_(value)
 
 
 def _write(path: Path, content: Any) -> None:
