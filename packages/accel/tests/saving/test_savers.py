@@ -118,6 +118,10 @@ def comes_late(folder: str) -> tuple[list[Any], ...]:
                 accelerator.save_state(f"{folder}/lines")
             else:
                 accelerator.save_state(f"{folder}/lines")
+            if accelerator.is_main_process:
+                save_inside(accelerator, f"{folder}/calls")
+            else:
+                save_inside(accelerator, f"{folder}/calls")
         if not accelerator.is_main_process:
             time.sleep(6 * SHORT_S)
         accelerator.save_model(model, f"{folder}/model")
@@ -132,7 +136,7 @@ def test_a_process_that_comes_late_is_waited_for(world, tmp_path: Path):
         assert f"waited for 0.5 s in {name}, and these processes have not called it: 1. It" in text
         assert "main_process_only=True" in text
     assert other[1] == []
-    assert worlds(tmp_path) == {"late": 2, "lines": 2}
+    assert worlds(tmp_path) == {"late": 2, "lines": 2, "calls": 2}
     assert (tmp_path / "late/random_states_1.pkl").exists()
 
 

@@ -93,6 +93,7 @@ def _is_for_main_only(frame: FrameType | None, what: str) -> bool:
             lines = _main_only_lines(frame.f_code.co_filename, what)
             if any(frame.f_lineno in found for found in lines):
                 return True
+            what = frame.f_code.co_name  # which the frame before calls
         frame = frame.f_back
     return False
 
