@@ -244,6 +244,23 @@ def test_processes_whose_losses_use_other_groups(world, case):
     assert_refused(world, message, route, case)
 
 
+def change_groups(case: str) -> None:
+    """Both processes run another group in the second step than in the first."""
+    accelerator = Accelerator(**CASES[case].options())
+    model = Routed((6, 6), "Expert")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, WIDTH), 0).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="runs blocks.0.experts.1 on process . otherwise than the first"):
+        model(torch.ones(2, WIDTH), 1).sum().backward()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("case", ["fsdp1", "fsdp2"])
+def test_another_order_than_in_the_first_step_is_told(world, case):
+    world.run(change_groups, case, size=2, timeout_s=60)
+
+
 @pytest.mark.filterwarnings("ignore:.* otherwise than the first one did")
 def test_groups_that_all_processes_run_together(world):
     hidden = (6, 6, 4)

@@ -69,6 +69,8 @@ class _Order:
             self.seen.append(number)
             if self.agreed is None:
                 self.compare(number, "forward")
+            elif self.agreed[len(self.seen) - 1 : len(self.seen)] != [number]:
+                self.warn(number)  # before the engine communicates
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
         if self.is_training and self.agreed is None:
@@ -97,11 +99,14 @@ class _Order:
         if self.agreed is None:
             self.compare(len(self.names) - 1, "forward")
             self.agreed = self.seen
-        elif self.seen != self.agreed and not self.has_told:
+        elif len(self.seen) < len(self.agreed):
+            self.warn(self.agreed[len(self.seen)])
+
+    def warn(self, number: int) -> None:
+        if not self.has_told:
             self.has_told = True
-            other = next(iter({*self.seen} ^ {*self.agreed}), self.agreed[0])
             warn(
-                f"{self.engine}: a forward pass runs {self.names[other]} on process {self.process.rank} "
+                f"{self.engine}: a forward pass runs {self.names[number]} on process {self.process.rank} "
                 "otherwise than the first one did. All processes gather parameters and reduce gradients "
                 f"together: if not all of them do the same, weights become wrong. {self.fix}",
                 about="process",
