@@ -156,7 +156,10 @@ class Watch:
         # On one process there is nobody to average with.
         if size == 1 or optimizer in self._compared:
             return
-        new = [item for key, item in given.items() if key not in known]
+        # DeepSpeed and Megatron step copies of parts, and reduce their gradients themselves.
+        own = [item for item in run.optimizers if run.engine.states.is_own(item)]
+        theirs = {id(item) for each in own for item in _parameters(each)}
+        new = [item for key, item in given.items() if key not in known and key not in theirs]
         loose = [item for item in new if _has_whole_gradient(item) and not averages(item)]
         if not loose:
             return
