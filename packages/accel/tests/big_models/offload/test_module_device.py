@@ -203,3 +203,26 @@ def test_what_is_changed_on_the_gpu_is_kept() -> None:
         assert model[0].weight.is_cuda
         assert model[0].weight.eq(7).all()
     assert model[0].weight.is_meta
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_changes_to_quantized_weights_are_refused(library: str) -> None:
+    layer: nn.Module = nn.Linear(64, 64)
+    if library == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        model = nn.Sequential(layer)
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    else:
+        layer = pytest.importorskip("bitsandbytes").nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+        model = nn.Sequential(layer.to("cpu"))
+    x = torch.ones(2, 64)
+    cpu_offload(model, CPU)
+    expected = model(x)
+    with align_module_device(model[0]):
+        assert torch.equal(model[0](x), expected)  # a forward changes nothing
+    with (
+        pytest.raises(ValueError, match=r"weight of Linear.* is quantized .* cannot be stored"),
+        align_module_device(model[0]),
+    ):
+        model[0].weight = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+    assert torch.equal(model(x), expected)

@@ -31,7 +31,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     What is changed of them meanwhile stays changed: offloaded ones are written to where they are kept, in
     memory or on the disk. Safetensors files that are read in place are never written to: changed weights of
-    theirs are kept in the offload folder or, without one, in memory.
+    theirs are kept in the offload folder or, without one, in memory. Quantized weights cannot be stored again:
+    changing an offloaded one is an error.
 
     Args:
         module: The module. Those of modules inside of it stay where they are, unless its hook offloads them.
@@ -40,6 +41,9 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     Yields:
         Nothing.
+
+    Raises:
+        ValueError: If an offloaded parameter has another shape at the end, or a quantized one was changed.
     """
     device = None if execution_device is None else as_device(execution_device)
     hook = _offloading(module)
@@ -51,7 +55,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.load(module)
             with ExitStack() as ending:
                 ending.callback(hook.unload, module)
-                ending.callback(_keep_changes, module, hook)  # before weights are taken away
+                held = {slot.name: _version(slot.table.get(slot.leaf)) for slot in hook.slots}
+                ending.callback(_keep_changes, module, hook, held)  # before weights are taken away
                 yield
         finally:
             hook.execution_device = usual
@@ -100,7 +105,16 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def _keep_changes(module: nn.Module, hook: AlignDevicesHook) -> None:
+def _version(value: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    return value, 0 if value is None or value.is_inference() else value._version
+
+
+def _is_quantized(value: torch.Tensor) -> bool:
+    """Whether a weight has a form of its own: of bitsandbytes, or made of other tensors (torchao)."""
+    return type(value).to is not torch.Tensor.to or hasattr(value, "__tensor_flatten__")
+
+
+def _keep_changes(module: nn.Module, hook: AlignDevicesHook, before: dict[str, Any]) -> None:
     """Store what was changed of offloaded parameters; what is stored would come back the next time."""
     for slot in hook.slots:
         held = slot.table.get(slot.leaf)
@@ -108,7 +122,16 @@ def _keep_changes(module: nn.Module, hook: AlignDevicesHook) -> None:
             continue
         assert hook.weights_map is not None
         stored = hook.weights_map[slot.name]
-        if type(stored).to is not torch.Tensor.to:  # a quantized weight, whose form is its own
+        if held is stored:
+            continue
+        if _is_quantized(stored):
+            was, version = before[slot.name]
+            if held is not was or _version(held)[1] != version:
+                raise ValueError(
+                    f"{slot.name} of {type(module).__name__} is quantized ({type(stored).__name__}) and "
+                    "offloaded, so that changes to it cannot be stored: remove its hook first "
+                    "(accel.hooks.remove_hook_from_submodules)."
+                )
             continue
         if held.shape != stored.shape:
             raise ValueError(
