@@ -35,6 +35,7 @@ class DeepSpeedEngineWrapper:
         self.has_gathered = False  # whether there are gradients that no step has used
         self._forwards = _Forwards()
         self._factor: float | torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None  # of the weights after the last step
         self._trained = TrainedParameters(engine.module, parameters)
         # Counted here, as ZeRO-3 says nothing when it drops gradients of a second backward pass.
         engine.register_forward_pre_hook(self._forwards)
@@ -127,9 +128,11 @@ class DeepSpeedEngineWrapper:
         self.finish_window()
         if weights.steps_copies(self.engine):
             self._trained.check_step(self.name)
-            weights.take_changes(self.engine)
+            weights.take_changes(self.engine, self._sums)
         with gradients.scaled(self.engine, self._factor):
             self.engine.step()
+        if weights.steps_copies(self.engine):
+            self._sums = weights.sums(self.engine)
         self._forget()
 
     def discard(self) -> None:
