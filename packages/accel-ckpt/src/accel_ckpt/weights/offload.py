@@ -312,6 +312,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             value: The values.
             source: A safetensors file that has them, and their name there; it is read in place where the
                 weight was before, and the dtype is the same.
+            only_check: Whether nothing is written, and only the error is raised.
 
         Raises:
             ValueError: If another model reads the weight's file.
