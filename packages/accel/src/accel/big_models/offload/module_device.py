@@ -31,8 +31,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     What is changed of them meanwhile stays changed: offloaded ones are written to where they are kept, in
     memory or on the disk. Safetensors files that are read in place are never written to: changed weights of
-    theirs are kept in the offload folder or, without one, in memory. Quantized weights cannot be stored again:
-    changing an offloaded one is an error.
+    theirs are kept in the offload folder or, without one, in memory. To change a quantized weight that is
+    offloaded is an error: it cannot be stored again.
 
     Args:
         module: The module. Those of modules inside of it stay where they are, unless its hook offloads them.
@@ -55,8 +55,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.load(module)
             with ExitStack() as ending:
                 ending.callback(hook.unload, module)
-                held = {slot.name: _version(slot.table.get(slot.leaf)) for slot in hook.slots}
-                ending.callback(_keep_changes, module, hook, held)  # before weights are taken away
+                versions = {slot.name: _version(slot.table.get(slot.leaf)) for slot in hook.slots}
+                ending.callback(_keep_changes, module, hook, versions)  # before weights are taken away
                 yield
         finally:
             hook.execution_device = usual
@@ -114,7 +114,7 @@ def _is_quantized(value: torch.Tensor) -> bool:
     return type(value).to is not torch.Tensor.to or hasattr(value, "__tensor_flatten__")
 
 
-def _keep_changes(module: nn.Module, hook: AlignDevicesHook, before: dict[str, Any]) -> None:
+def _keep_changes(module: nn.Module, hook: AlignDevicesHook, versions: dict[str, Any]) -> None:
     """Store what was changed of offloaded parameters; what is stored would come back the next time."""
     for slot in hook.slots:
         held = slot.table.get(slot.leaf)
@@ -125,7 +125,7 @@ def _keep_changes(module: nn.Module, hook: AlignDevicesHook, before: dict[str, A
         if held is stored:
             continue
         if _is_quantized(stored):
-            was, version = before[slot.name]
+            was, version = versions[slot.name]
             if held is not was or _version(held)[1] != version:
                 raise ValueError(
                     f"{slot.name} of {type(module).__name__} is quantized ({type(stored).__name__}) and "
