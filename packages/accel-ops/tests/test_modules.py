@@ -206,3 +206,11 @@ def test_compiled_submodules_are_compiled_in_place():
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()] == names
     assert torch.equal(model(torch.ones(1, 2)), expected)
     assert {"compiled", "hook"} <= set(calls)
+
+
+def test_a_compiled_submodule_keeps_a_forward_that_was_put_into_it():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0] = torch.compile(model[0], backend="eager")
+    model[0].forward = lambda x: x + 1
+    assert extract_model_from_parallel(model, keep_torch_compile=False) is model
+    assert torch.equal(model(torch.ones(1)), torch.tensor([2.0]))

@@ -87,8 +87,9 @@ def compile_children_in_place(model: torch.nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             is_wrapper = child is not None and is_compiled_module(child)
-            # A wrapper with a hook of accel's runs this hook, and stays.
-            if is_wrapper and not is_compiled_module(parent) and "_hf_hook" not in vars(child):
+            # A wrapper whose forward was replaced, as by a hook of accel's, runs that, and stays.
+            is_torchs = is_wrapper and hasattr(vars(child).get("forward"), "_torchdynamo_orig_callable")
+            if is_torchs and not is_compiled_module(parent):
                 parent._modules[name] = _compiled_in_place(child)
 
 
