@@ -38,7 +38,10 @@ class Case:
 
 def fsdp2(**options: Any) -> dict[str, Any]:
     """FSDP2 over all processes, one group for each block."""
-    defaults = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "FULL_STATE_DICT"}
+    defaults: dict[str, Any] = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "state_dict_type": "FULL_STATE_DICT",
+    }
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **(defaults | options))}
 
 
@@ -49,7 +52,7 @@ def hsdp() -> dict[str, Any]:
 
 def fsdp1(**options: Any) -> dict[str, Any]:
     """FSDP1 over all processes, one wrapper for each block."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "auto_wrap_policy": "transformer_based_wrap",
         "sync_module_states": True,
         "use_orig_params": True,

@@ -75,13 +75,14 @@ class OpenLoaders:
     def note_batch(self, loader: Any) -> None:
         """Note that a loader gives a batch."""
         self._now += 1
+        real = getattr(loader, "real_samples", None)
+        is_padded = real is not None and real != loader.batch_rows
         # The innermost first, as a loader may be iterated inside of its own loop.
         for one in reversed(self._passes):
             if one.reference() is loader:
                 one.previous, one.last = one.last, self._now
                 one.batches += 1
-                real = getattr(loader, "real_samples", None)
-                one.padded_batches += real is not None and real != loader.batch_rows
+                one.padded_batches += is_padded
                 return
 
     def end(self, loader: Any) -> None:
