@@ -40,6 +40,7 @@ INTERNAL = {
     "logging",
     "logging.tracebacks",
     "logging.suggestion",
+    "open_loaders",
     "parallelism",
     "parallelism.handlers",
     "parallelism.torch_compat",
@@ -52,6 +53,7 @@ INTERNAL = {
     "process.slurm",
     "process.split",
     "process.stores",
+    "verify",
 }
 TORCH_FREE = (
     "enums",

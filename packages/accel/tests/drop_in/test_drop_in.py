@@ -50,7 +50,7 @@ def test_activate_turns_it_on_here_and_in_children(python):
 
     lines = run.stdout.splitlines()
     assert lines[:4] == ["False", "True True", "accel", "True accel"], run.stderr
-    assert lines[4].startswith("accel-launch ")
+    assert lines[4].startswith("accel ")
 
 
 def test_activate_warns_where_children_would_not_notice(python):

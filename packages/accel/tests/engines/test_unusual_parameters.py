@@ -100,7 +100,6 @@ REFUSED = {
     ("Adagrad", "fsdp1"): "use_orig_params=True",
     ("Rprop", "fsdp2"): "Rprop",
     ("Rprop", "tp"): "Rprop",
-    ("average", "tp"): "by a plan, and it has none",
 }
 
 

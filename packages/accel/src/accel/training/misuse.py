@@ -19,11 +19,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel_data.dispatch.loader import Joined
-from accel_data.loader.base import Unbatched
-from accel_data.order.presharded import whole_data
-from accel_data.order.samplers import BatchSamplerShard
-from accel_data.stream.dataset import BlockReader
 from accel_ops.collectives.comparison import PATIENCE, equal_on_all, first_to_differ, name_comparison
 from accel_state.logging.warning import warn
 
@@ -183,6 +178,9 @@ class Watch:
         if run.dataloader_config.presharded:
             return
         self._is_data_checked = True
+        # Imported here, as most programs never come here.
+        from accel_data.order.presharded import whole_data
+
         for iterated in _plain_iterations():
             # Privates of torch's iteration, which does not keep its loader.
             dataset, sampler = iterated._dataset, iterated._index_sampler
@@ -304,6 +302,11 @@ def _digest(parameters: Iterable[torch.Tensor]) -> str:
 
 def _plain_iterations() -> list[Any]:
     """The iterations over loaders that are going on, but for those of prepared loaders."""
+    from accel_data.dispatch.loader import Joined
+    from accel_data.loader.base import Unbatched
+    from accel_data.order.samplers import BatchSamplerShard
+    from accel_data.stream.dataset import BlockReader
+
     kinds = [_BaseDataLoaderIter]
     for kind in kinds:  # which grows
         kinds += kind.__subclasses__()

@@ -27,7 +27,9 @@ def test_a_file_that_names_code_is_refused_and_nothing_is_run(tmp_path, monkeypa
     torch.save({"module": Trap()}, "file.pt")
     reader = SimpleNamespace()
     engine = SimpleNamespace(
-        checkpoint_engine=reader, load_checkpoint=lambda folder, tag: reader.load("file.pt")
+        module=torch.nn.Module(),
+        checkpoint_engine=reader,
+        load_checkpoint=lambda folder, tag: reader.load("file.pt"),
     )
 
     with pytest.raises(CheckpointError, match="holds more than tensors"):
@@ -48,6 +50,7 @@ def test_sparse_tensors_are_read_without_an_announcement(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", announcing)
     found, reader = [], SimpleNamespace()
     engine = SimpleNamespace(
+        module=torch.nn.Module(),
         checkpoint_engine=reader,
         load_checkpoint=lambda folder, tag: found.append(reader.load(str(tmp_path / "file.pt"))),
     )

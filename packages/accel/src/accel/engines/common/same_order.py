@@ -65,6 +65,9 @@ class _Order:
         self.seen = []
 
     def enter(self, number: int, *_: Any) -> None:
+        # The compiler drops what it knows never to run: the hook leaves nothing in a compiled graph.
+        if torch.compiler.is_compiling():
+            return
         if self.is_training:
             self.seen.append(number)
             if self.agreed is None:
@@ -73,6 +76,8 @@ class _Order:
                 self.warn(number)  # before the engine communicates
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self.is_training and self.agreed is None:
             reached: list[bool] = []
             for item in flatten(output)[0]:
