@@ -17,7 +17,7 @@ import pytest
 
 import accel_state
 
-# Names so general that they are clear only with their module before them: `env.get`, `devices.row`.
+# Names so general that they are clear only with their module before them: `env.get`, `process.info`.
 WITH_MODULE_ONLY = {
     "process.control": {"describe", "wait"},
     "devices.table": {"default_device", "detect", "existing_device", "row"},

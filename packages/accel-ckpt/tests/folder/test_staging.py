@@ -14,7 +14,7 @@ from accel_ckpt.files import piece_file
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.folder import manifest
 from accel_ckpt.folder.staging import opened_at, staged
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 # Several processes
 
 
-def _write(folder: str, fail_on: int | None = None, process: Process | None = None) -> dict[str, Any]:
+def _write(folder: str, fail_on: int | None = None, process: ProcessInfo | None = None) -> dict[str, Any]:
     process = current_process() if process is None else process
     try:
         with staged(folder, process=process) as staging:

@@ -14,7 +14,7 @@ from accel_ops.collectives.objects import broadcast_object_list
 from accel_state.devices.table import row
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 _times_seeded = 0
@@ -26,7 +26,11 @@ def times_seeded() -> int:
 
 
 def set_seed(
-    seed: int, device_specific: bool = False, deterministic: bool = False, *, process: Process | None = None
+    seed: int,
+    device_specific: bool = False,
+    deterministic: bool = False,
+    *,
+    process: ProcessInfo | None = None,
 ) -> None:
     """Seed Python's, NumPy's and torch's generators, the last on every device.
 
@@ -61,7 +65,7 @@ def synchronize_rng_state(
     rng_type: RNGType | str | None = None,
     generator: torch.Generator | None = None,
     *,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
 ) -> None:
     """Give one generator of every process the state that process 0's has.
 
@@ -80,7 +84,7 @@ def synchronize_rng_states(
     rng_types: Sequence[RNGType | str],
     generator: torch.Generator | None = None,
     *,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
 ) -> None:
     """Give generators of every process the states that process 0's have.
 

@@ -18,7 +18,7 @@ from accel_ops.collectives.pack_parts import as_bytes
 from accel_ops.collectives.padding import pad_across_processes
 from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import flatten, recursively_apply
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState, current_process
 from accel_world.fake import fake_world
 
@@ -509,7 +509,7 @@ def test_packs_are_bounded(world: Any) -> None:
 # One process, and the process that is given
 
 
-def alone() -> Process:
+def alone() -> ProcessInfo:
     process = current_process()
     assert process.world_size == 1
     return process

@@ -26,7 +26,7 @@ from accel_ops.debug import contract, monitor, session
 from accel_ops.debug.contract import DistributedOperationException
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.logging.loggers import get_logger
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState, current_process, wait_for_everyone
 from accel_world.ports import lease_port
 
@@ -36,7 +36,7 @@ SECONDS = 4.0  # within which every process must have raised
 # What the workers run
 
 
-def debugging() -> Process:
+def debugging() -> ProcessInfo:
     return dataclasses.replace(current_process(), debug=True)
 
 

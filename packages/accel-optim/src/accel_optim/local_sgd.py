@@ -14,7 +14,7 @@ from accel_state.enums import DistributedType
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 # Under these no process has a whole model with gradients of its own.
 _SHARDED = (
@@ -29,7 +29,7 @@ class _Trainer(Protocol):
     """The part of an Accelerator that local SGD needs."""
 
     @property
-    def process(self) -> Process: ...
+    def process(self) -> ProcessInfo: ...
 
     @property
     def distributed_type(self) -> DistributedType: ...

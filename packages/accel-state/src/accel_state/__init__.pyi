@@ -119,7 +119,7 @@ from accel_state.parallelism.config import ParallelismConfig as ParallelismConfi
 from accel_state.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_state.process.control import ProcessControl as ProcessControl
-from accel_state.process.facts import Process as Process
+from accel_state.process.info import ProcessInfo as ProcessInfo
 from accel_state.process.shared_dict import ThreadLocalSharedDict as ThreadLocalSharedDict
 from accel_state.process.state import PartialState as PartialState
 from accel_state.process.state import current_process as current_process

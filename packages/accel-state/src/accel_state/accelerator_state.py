@@ -15,7 +15,7 @@ from accel_state.devices.table import row
 from accel_state.enums import DistributedType, PrecisionType
 from accel_state.process import rendezvous
 from accel_state.process.control import ProcessControl, describe
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.shared_dict import ThreadLocalSharedDict, shared_dict
 from accel_state.process.state import PartialState
 
@@ -119,7 +119,7 @@ class AcceleratorState(ProcessControl):
         self._made_with = newest
 
     @property
-    def process(self) -> Process:
+    def process(self) -> ProcessInfo:
         """The facts of this process."""
         return PartialState._held()
 
@@ -279,11 +279,11 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _group_is_gone() -> bool:
-    held: Process | None = PartialState._shared_state.get("process")
+    held: ProcessInfo | None = PartialState._shared_state.get("process")
     return held is not None and held.world_size > 1 and not rendezvous.has_group()
 
 
-def _settings(given: dict[str, Any], process: Process, *, asks_environment: bool) -> _Settings:
+def _settings(given: dict[str, Any], process: ProcessInfo, *, asks_environment: bool) -> _Settings:
     # The environment comes last: an argument has been looked at before.
     given = {**given, "mixed_precision": given["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION")}
     _check_precision(given["mixed_precision"], process)
@@ -313,7 +313,7 @@ def _precision(value: str) -> str:
         ) from None
 
 
-def _check_precision(precision: str, process: Process) -> None:
+def _check_precision(precision: str, process: ProcessInfo) -> None:
     # fp8 is not autocast's: the library that runs it says whether the hardware will do.
     hardware = row(process.device)
     # "no" needs nothing.
@@ -328,7 +328,7 @@ def _check_precision(precision: str, process: Process) -> None:
     )
 
 
-def _engine(given: dict[str, Any], process: Process, asks_environment: bool) -> DistributedType | None:
+def _engine(given: dict[str, Any], process: ProcessInfo, asks_environment: bool) -> DistributedType | None:
     plugins = [(kind, name) for kind, name, _ in _ENGINES if given[name] is not None]
     asked = plugins
     # A plugin that was given wins over every switch of the environment.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from accel_state.enums import DistributedType
 from accel_state.process.control import ProcessControl, describe
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState
 from accel_world.pool import World
 
@@ -21,10 +21,10 @@ class Control(ProcessControl):
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1) -> None:
         kind = DistributedType.NO if size == 1 else DistributedType.MULTI_CPU
-        self._process = Process(rank, size, local_rank, local_size, torch.device("cpu"), "gloo", kind)
+        self._process = ProcessInfo(rank, size, local_rank, local_size, torch.device("cpu"), "gloo", kind)
 
     @property
-    def process(self) -> Process:
+    def process(self) -> ProcessInfo:
         return self._process
 
 

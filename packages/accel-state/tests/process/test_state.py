@@ -16,12 +16,12 @@ from accel_state.devices import affinity, table
 from accel_state.devices.row import DeviceRow
 from accel_state.enums import DistributedType
 from accel_state.process import state as state_module
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState, current_process, wait_for_everyone
 from accel_world.pool import World
 from accel_world.warned import warns_once
 
-ALONE = Process(0, 1, 0, 1, torch.device("cpu"), None, DistributedType.NO, False)
+ALONE = ProcessInfo(0, 1, 0, 1, torch.device("cpu"), None, DistributedType.NO, False)
 SIZES = (1, 2, 3, 4)
 
 
@@ -118,7 +118,7 @@ def test_options_of_the_group_do_not_matter_to_one_process() -> None:
 def test_cpu_after_another_device_is_refused() -> None:
     PartialState()
     # A machine with a GPU, as the second PartialState would see it.
-    elsewhere = Process(0, 1, 0, 1, torch.device("cuda", 0), None, DistributedType.NO)
+    elsewhere = ProcessInfo(0, 1, 0, 1, torch.device("cuda", 0), None, DistributedType.NO)
     PartialState._shared_state["process"] = elsewhere
 
     with pytest.raises(ValueError, match=r"cpu=True, but this process is on cuda:0 already.*_reset_state"):
@@ -184,7 +184,7 @@ def test_affinity_is_set_where_it_is_asked_for(world: World, tmp_path: Path) -> 
     assert world.run(_bound, tmp_path / "not", size=1) == [False]
 
 
-def _facts() -> tuple[Process, bool, Process]:
+def _facts() -> tuple[ProcessInfo, bool, ProcessInfo]:
     before = current_process()
     state = PartialState()
     state.wait_for_everyone()
@@ -192,9 +192,9 @@ def _facts() -> tuple[Process, bool, Process]:
     return state.process, PartialState().process is state.process, before
 
 
-def _expected(size: int, backend: str | None) -> list[Process]:
+def _expected(size: int, backend: str | None) -> list[ProcessInfo]:
     kind = DistributedType.MULTI_CPU if size > 1 else DistributedType.NO
-    return [Process(rank, size, rank, size, torch.device("cpu"), backend, kind) for rank in range(size)]
+    return [ProcessInfo(rank, size, rank, size, torch.device("cpu"), backend, kind) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -212,7 +212,7 @@ def test_group_is_made_from_the_environment(world: World, size: int) -> None:
     assert [total for _, total in results] == [sum(range(size))] * size
 
 
-def _made_group() -> tuple[Process, float]:
+def _made_group() -> tuple[ProcessInfo, float]:
     state = PartialState()
     total = torch.tensor([float(state.process_index)])
     if state.use_distributed:
@@ -220,7 +220,7 @@ def _made_group() -> tuple[Process, float]:
     return state.process, total.item()
 
 
-def _facts_of_mpi() -> Process:
+def _facts_of_mpi() -> ProcessInfo:
     rank, size = env.get("RANK"), env.get("WORLD_SIZE")
     with env.patch_environment(
         RANK="",
@@ -246,7 +246,7 @@ def test_group_is_made_from_mpi_names(world: World) -> None:
     assert {process.world_size for process in processes} == {4}
 
 
-def _reset_and_join() -> tuple[Process, bool, int]:
+def _reset_and_join() -> tuple[ProcessInfo, bool, int]:
     first = PartialState(timeout=datetime.timedelta(seconds=30), backend="gloo")
     group = dist.group.WORLD
     facts = first.process
@@ -267,7 +267,7 @@ def test_group_survives_a_reset_and_is_joined_again(world: World, init: bool) ->
     assert results == [(process, True, process.rank) for process in _expected(2, "gloo")]
 
 
-def _reset_and_join_foreign() -> tuple[Process, bool, int]:
+def _reset_and_join_foreign() -> tuple[ProcessInfo, bool, int]:
     group, rank = dist.group.WORLD, PartialState().process_index
     PartialState._reset_state()
     state = PartialState(backend="gloo")
@@ -296,7 +296,7 @@ def test_other_backend_than_a_foreign_groups_is_not_ignored_in_silence(world: Wo
     assert message.startswith("backend='mpi' ignored")
 
 
-def _destroy() -> tuple[Process, Process, bool, bool]:
+def _destroy() -> tuple[ProcessInfo, ProcessInfo, bool, bool]:
     state = PartialState()
     state.destroy_process_group()
     gone = not dist.is_initialized()

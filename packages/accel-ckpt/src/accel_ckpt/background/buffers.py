@@ -17,7 +17,7 @@ from accel_state.devices.table import row
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 # 64 MiB: few mappings for large states, and little unused for small ones.
 _SLAB_BYTES = 2**26
@@ -35,7 +35,7 @@ class Memory:
         process: This process.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         self.device = process.device
         # On devices that copy by themselves; kept, as their memory must not be given to others before that.
         self._sources: list[torch.Tensor] = []

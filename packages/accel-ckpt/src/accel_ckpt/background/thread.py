@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.process.rendezvous import before_destroy, gloo_group
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class _Save:
@@ -78,7 +78,7 @@ def wait() -> None:
         raise save.error
 
 
-def group_for(process: Process) -> Any:
+def group_for(process: ProcessInfo) -> Any:
     """Return the process group of saves in the background. Every process must call it.
 
     Its collectives never meet those of the training loop, which go on meanwhile.

@@ -11,12 +11,12 @@ from accel_ckpt.errors import CheckpointError
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _T = TypeVar("_T")
 
 
-def agree(error: Exception | None, process: Process, task: str, group: Any = None) -> None:
+def agree(error: Exception | None, process: ProcessInfo, task: str, group: Any = None) -> None:
     """Let all processes know whether one of them failed. Every process must call this.
 
     Args:
@@ -40,7 +40,7 @@ def agree(error: Exception | None, process: Process, task: str, group: Any = Non
         raise CheckpointError(f"{task} failed on another process. {'; '.join(failed)}")
 
 
-def collect(value: Any, process: Process, group: Any = None) -> list[Any]:
+def collect(value: Any, process: ProcessInfo, group: Any = None) -> list[Any]:
     """Give every process what each of them has. Every process must call this.
 
     Args:
@@ -58,7 +58,7 @@ def collect(value: Any, process: Process, group: Any = None) -> list[Any]:
     return values
 
 
-def together(function: Callable[[], _T], process: Process, task: str, group: Any = None) -> _T:
+def together(function: Callable[[], _T], process: ProcessInfo, task: str, group: Any = None) -> _T:
     """Call a function on every process, and agree on how it went.
 
     Args:
@@ -82,7 +82,7 @@ def together(function: Callable[[], _T], process: Process, task: str, group: Any
     return result
 
 
-def from_main(function: Callable[[], _T], process: Process, task: str) -> _T:
+def from_main(function: Callable[[], _T], process: ProcessInfo, task: str) -> _T:
     """Call a function on the first process, and give its result to all.
 
     Args:

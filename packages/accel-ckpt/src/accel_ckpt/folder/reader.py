@@ -21,7 +21,7 @@ from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.fill import fill
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Reading:
 
 
 def open_checkpoint(
-    input_dir: Path, process: Process, map_location: Any, options: dict[str, Any], verify: bool
+    input_dir: Path, process: ProcessInfo, map_location: Any, options: dict[str, Any], verify: bool
 ) -> Reading:
     """Find a checkpoint and check its files. Every process must call it.
 
@@ -196,7 +196,7 @@ def _check_foreign(folder: Path, names: frozenset[str]) -> None:
     )
 
 
-def _device(map_location: Any, process: Process) -> torch.device:
+def _device(map_location: Any, process: ProcessInfo) -> torch.device:
     if map_location is None:
         return torch.device("cpu")
     if map_location == "on_device":

@@ -28,7 +28,7 @@ from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
 from accel_ckpt.folder.agree import agree, collect, from_main, together
 from accel_ckpt.folder.links import Earlier, earlier_than, one_chunk
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 
@@ -181,7 +181,7 @@ def staged(
     folder: str | os.PathLike[str],
     *,
     save_on_each_node: bool = False,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
     blocking: bool = True,
     incremental: bool = False,
 ) -> Iterator[Staging]:
@@ -247,7 +247,7 @@ def staged(
 _memory: Memory | None = None
 
 
-def _memory_for(process: Process) -> Memory:
+def _memory_for(process: ProcessInfo) -> Memory:
     """Return the memory of saves in the background, of which there is one at a time."""
     global _memory
     if _memory is None or _memory.device != process.device:
@@ -263,7 +263,7 @@ def release_memory() -> None:
     _memory = None
 
 
-def _open(target: Path, each_node: bool, process: Process, blocking: bool, incremental: bool) -> Staging:
+def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, incremental: bool) -> Staging:
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         recovery.restore_name(target)
@@ -294,7 +294,7 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool, incre
     return Staging(path, target, owner, writes_shared, writer, progress, memory, earlier, incremental, facts)
 
 
-def _finish(staging: Staging, process: Process, group: Any) -> None:
+def _finish(staging: Staging, process: ProcessInfo, group: Any) -> None:
     """Write what is left, seal and commit."""
     sealed = False
     try:
@@ -324,7 +324,7 @@ def _write_later(staging: Staging) -> tuple[list[FileEntry], int | None]:
     return staging.writer.entries(staging.path), sequence
 
 
-def _seal(staging: Staging, process: Process, written: list[tuple[list[FileEntry], int | None]]) -> None:
+def _seal(staging: Staging, process: ProcessInfo, written: list[tuple[list[FileEntry], int | None]]) -> None:
     if not staging.owner:
         return
     facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
@@ -349,7 +349,7 @@ def _follow_up(staging: Staging) -> None:
             function()
 
 
-def _topology(process: Process) -> dict[str, Any]:
+def _topology(process: ProcessInfo) -> dict[str, Any]:
     return {
         "machines": process.world_size // process.local_world_size,
         "processes_per_machine": process.local_world_size,

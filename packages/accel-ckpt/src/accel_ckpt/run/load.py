@@ -27,7 +27,7 @@ from accel_ckpt.run.rng import get_rng_state, set_rng_state
 from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
 from accel_ckpt.run.undo import keep, remember
 from accel_state.logging.warning import warn
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     *,
     custom_objects: Sequence[Any] | None = None,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
     verify: bool = True,
     strict: bool | None = None,
     **load_model_func_kwargs: Any,
@@ -155,7 +155,7 @@ def restore(
     reading: Reading,
     objects: Objects,
     process_index: int,
-    process: Process,
+    process: ProcessInfo,
     *,
     hooked: Collection[str] = (),
     strict: bool | None = None,
@@ -268,7 +268,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
 
 
 def _audit(
-    reading: Reading, objects: Objects, hooked: Collection[str], process_index: int, process: Process
+    reading: Reading, objects: Objects, hooked: Collection[str], process_index: int, process: ProcessInfo
 ) -> Findings:
     """Compare the files that are there with those that the objects need."""
     findings = audit(
@@ -329,7 +329,7 @@ def _load_objects(
 
 
 def _load_registered(
-    reading: Reading, objects: Objects, states: dict[str, Any], process: Process
+    reading: Reading, objects: Objects, states: dict[str, Any], process: ProcessInfo
 ) -> dict[str, Any]:
     """The states of registered objects, which may have parts, by file. Every process must call it."""
     found: dict[str, Any] = {}
@@ -392,7 +392,7 @@ def _read_gradients(
     reading: Reading,
     models: Sequence[torch.nn.Module],
     process_index: int,
-    process: Process,
+    process: ProcessInfo,
     states: dict[str, Any],
     findings: Findings,
 ) -> None:
@@ -412,7 +412,7 @@ def _read_gradients(
         states[name] = gradients
 
 
-def _random_states(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:
+def _random_states(reading: Reading, process_index: int, process: ProcessInfo) -> dict[str, Any]:
     """Read the generators of this process, or derive them. Every process calls it, and opens one file."""
     saved = reading.facts.get("world_size", process.world_size)
     # Beyond the number that saved, a rank starts from the file of its rank modulo that number.
@@ -432,7 +432,7 @@ def _random_states(reading: Reading, process_index: int, process: Process) -> di
 
 
 def _set_random(
-    reading: Reading, states: dict[str, Any], process: Process, findings: Findings
+    reading: Reading, states: dict[str, Any], process: ProcessInfo, findings: Findings
 ) -> dict[str, Any]:
     if states and (missing := set_rng_state(states, process)):
         findings.notes.append(f"the random generators saved do not include {', '.join(missing)}")
@@ -455,7 +455,7 @@ def _check_findings(reading: Reading, findings: Findings, strict: bool | None) -
         )
 
 
-def _warn_differences(reading: Reading, findings: Findings, process: Process) -> None:
+def _warn_differences(reading: Reading, findings: Findings, process: ProcessInfo) -> None:
     """Warn of all differences on the main process; on others, of what is their own."""
     lines = [*findings.core, *findings.others, *findings.notes]
     # The main process has reported what is the same for all; the random generators are each process's own.

@@ -26,13 +26,13 @@ from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_parts
 from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import children, keys, rebuild
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 # The key of a dict that stands for a tensor in parts; unlikely as the only key of a user's dict.
 _NAME = "accel_ckpt.part"
 
 
-def save_registered(item: Any, index: int, staging: Staging, process: Process) -> None:
+def save_registered(item: Any, index: int, staging: Staging, process: ProcessInfo) -> None:
     """Write an object's state, of which each process may have a part. Every process must call it.
 
     Args:
@@ -54,7 +54,7 @@ def save_registered(item: Any, index: int, staging: Staging, process: Process) -
     together(write, process, f"writing {file_names.custom_file(index)}")
 
 
-def check_local_parts(obj: Any, index: int, state: Any, process: Process) -> None:
+def check_local_parts(obj: Any, index: int, state: Any, process: ProcessInfo) -> None:
     """Reject floating-point tensors that differ between processes. Every process must call it.
 
     They are a process's own parts of something, and a checkpoint keeps those of the first process alone.
@@ -89,7 +89,7 @@ def check_local_parts(obj: Any, index: int, state: Any, process: Process) -> Non
         )
 
 
-def save_registered_parts(index: int, state: Any, staging: Staging, process: Process) -> Any:
+def save_registered_parts(index: int, state: Any, staging: Staging, process: ProcessInfo) -> Any:
     """Write the tensors of a state that are in parts. Every process must call it.
 
     Args:
@@ -124,7 +124,7 @@ def load_registered_parts(
     folder: Path,
     names: Collection[str],
     sharded: bool,
-    process: Process,
+    process: ProcessInfo,
 ) -> Any:
     """Lay a state out as the object's present one is, with the tensors that were saved in parts.
 

@@ -11,10 +11,10 @@ import torch
 from accel_state.devices.table import row
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
-def get_rng_state(process: Process) -> dict[str, Any]:
+def get_rng_state(process: ProcessInfo) -> dict[str, Any]:
     """Read the state of all generators.
 
     Args:
@@ -35,7 +35,7 @@ def get_rng_state(process: Process) -> dict[str, Any]:
     return states
 
 
-def set_rng_state(states: dict[str, Any], process: Process) -> list[str]:
+def set_rng_state(states: dict[str, Any], process: ProcessInfo) -> list[str]:
     """Set the generators to states that were read before.
 
     Args:
@@ -63,12 +63,12 @@ def set_rng_state(states: dict[str, Any], process: Process) -> list[str]:
     return [name for name in expected if name not in states]
 
 
-def device_key(process: Process) -> str:
+def device_key(process: ProcessInfo) -> str:
     """Return what checkpoints call the generator of this process's device."""
     return f"torch_{process.device.type}_manual_seed"
 
 
-def _own(state: Any, process: Process) -> Any:
+def _own(state: Any, process: ProcessInfo) -> Any:
     """Pick this process's state; others write one per device that they see."""
     if not isinstance(state, list | tuple):
         return state

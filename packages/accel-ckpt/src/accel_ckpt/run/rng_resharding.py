@@ -21,7 +21,7 @@ import torch
 from accel_ckpt.run.rng import device_key
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 def fingerprints(states: dict[str, Any]) -> dict[str, str]:
@@ -30,7 +30,7 @@ def fingerprints(states: dict[str, Any]) -> dict[str, str]:
 
 
 def random_states_for(
-    rank: int, states: dict[str, Any], saved: Sequence[dict[str, str]], process: Process
+    rank: int, states: dict[str, Any], saved: Sequence[dict[str, str]], process: ProcessInfo
 ) -> dict[str, Any]:
     """Derive the random generators of a rank.
 

@@ -14,7 +14,7 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.staging import opened_at, staged
 from accel_ckpt.run.rng import get_rng_state
 from accel_ckpt.run.weight_parts import parts_of_model
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 Folder = str | os.PathLike[str]
@@ -36,7 +36,7 @@ def save_accelerator_state(
     window: dict[str, Any] | None = None,
     frozen: Sequence[Collection[str]] = (),
     gathered: bool = False,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
 ) -> str:
     """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
     must call it.

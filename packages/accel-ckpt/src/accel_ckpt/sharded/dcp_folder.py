@@ -30,7 +30,7 @@ from accel_ckpt.sharded.dcp_plan import own_items
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
 from accel_ckpt.sharded.layouts import Layout, common_copies, layout_of, meshes_of
 from accel_state.imports.packages import is_torch_version
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 def write_folder(
     state: dict[str, Any],
     folder: Path,
-    process: Process,
+    process: ProcessInfo,
     group: Any = None,
     *,
     writer: Writer | None = None,
@@ -68,7 +68,7 @@ def write_folder(
 
 
 def _write_in_turns(
-    state: dict[str, Any], folder: Path, process: Process, group: Any, writer: Writer
+    state: dict[str, Any], folder: Path, process: ProcessInfo, group: Any, writer: Writer
 ) -> bool:
     """Write a state without a plan of the main process, if all processes have it in the same layout.
 
@@ -141,7 +141,9 @@ class _Files(FileSystem):
                 yield stream
 
 
-def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Metadata | None = None) -> None:
+def read_folder(
+    state: dict[str, Any], folder: Path, process: ProcessInfo, index: Metadata | None = None
+) -> None:
     """Read a folder of DCP into the tensors of a state dict. Every process must call it.
 
     Args:
@@ -164,7 +166,7 @@ def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Me
     _collective(read, process, f"reading {folder.name}")
 
 
-def read_index(folder: Path, process: Process) -> Metadata:
+def read_index(folder: Path, process: ProcessInfo) -> Metadata:
     """Read the index of a folder of DCP: what it has, by name, and where. Every process must call it.
 
     Args:
@@ -177,12 +179,12 @@ def read_index(folder: Path, process: Process) -> Metadata:
     return together(lambda: read_metadata(folder), process, f"reading {folder.name}")
 
 
-def _without_group(process: Process) -> dict[str, Any]:
+def _without_group(process: ProcessInfo) -> dict[str, Any]:
     """DCP would look for a process group, which one process need not have; torch 2.6 sees that itself."""
     return {"no_dist": process.world_size == 1} if is_torch_version(">=", "2.7") else {}
 
 
-def _collective(function: Callable[[], _T], process: Process, task: str, group: Any = None) -> _T:
+def _collective(function: Callable[[], _T], process: ProcessInfo, task: str, group: Any = None) -> _T:
     """Call a function of DCP, which may be a collective, and unwrap its errors."""
 
     def call() -> _T:

@@ -29,7 +29,7 @@ from accel_ckpt.folder.agree import together
 from accel_ckpt.run.undo import remember, remember_groups, unchanged_by_failure
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_state.imports.packages import is_torch_version
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 # Torch's own, of all versions from 2.6 on, whose steps begin by making the state in a method of its own.
 _MAKE_STATE_FIRST = (torch.optim.Adam, torch.optim.AdamW)
@@ -134,7 +134,7 @@ def load_state_in_parts(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     folder: Path,
-    process: Process,
+    process: ProcessInfo,
     *,
     index: Metadata | None = None,
     state: dict[str, Any] | None = None,
@@ -215,7 +215,7 @@ def state_to_read(
     optimizer: torch.optim.Optimizer,
     folder: Path,
     index: Metadata,
-    process: Process,
+    process: ProcessInfo,
 ) -> dict[str, Any]:
     """Return what is to be read of a folder, in new tensors, without parameters that had no state.
 
@@ -256,7 +256,9 @@ def state_to_read(
     return {"optimizer": {**state, "state": states, "param_groups": groups}}
 
 
-def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: Process) -> dict[str, Any]:
+def _new_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: ProcessInfo
+) -> dict[str, Any]:
     """Return the state by names that steps with all gradients give, and undo them.
 
     A share of the parameters at a time, so that little memory is needed beside the state. Of Adam only the

@@ -40,7 +40,7 @@ from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save, state_to_read
 from accel_ckpt.weights.by_name import is_extra_state
 from accel_ops.trees.walk import recursively_apply
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 Folder = str | os.PathLike[str]
@@ -130,7 +130,7 @@ def save_sharded_state(
     *,
     owners: Sequence[int] | None = None,
     taken: Collection[int] = (),
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
 ) -> None:
     """Save the weights and optimizer states of sharded models. Every process must call it.
 
@@ -166,7 +166,7 @@ def load_sharded_state(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     owners: Sequence[int] | None = None,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
     verify: bool = True,
 ) -> None:
     """Load what `save_sharded_state` has saved, on any number of processes. Every process must call it.
@@ -195,7 +195,7 @@ def load_sharded_state(
     load_parts(reading.folder, parts, process, compared)
 
 
-def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: Process) -> Comparison:
+def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: ProcessInfo) -> Comparison:
     """Compare folders with the models and optimizers that they are for. Every process must call it.
 
     Args:
@@ -235,7 +235,7 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
 
 
 def load_parts(
-    folder: Path, parts: Parts, process: Process, compared: Comparison, strict: bool = True
+    folder: Path, parts: Parts, process: ProcessInfo, compared: Comparison, strict: bool = True
 ) -> None:
     """Load optimizers and models from their folders. Every process must call it.
 
@@ -300,7 +300,7 @@ def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, 
     return sorted(found)
 
 
-def pack_extra_state(weights: dict[str, Any], what: str, process: Process) -> dict[str, Any]:
+def pack_extra_state(weights: dict[str, Any], what: str, process: ProcessInfo) -> dict[str, Any]:
     """Return a model's state with what modules have beside tensors as bytes. Every process must call it.
 
     DCP would take dicts apart, and look for the entries that the model has when it is loaded.
@@ -351,7 +351,7 @@ def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Process) -> None:
+def write_parts(state: dict[str, Any], name: str, staging: Staging, process: ProcessInfo) -> None:
     """Write a state, each process its part, into a folder of a checkpoint. Every process must call it.
 
     Args:

@@ -26,7 +26,7 @@ from accel_data.stream.dataset import IterableDatasetShard, WholeStream, count_r
 from accel_ops.debug import contract
 from accel_ops.trees.tensors import slice_tensors
 from accel_state.logging.warning import warn
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class Joined:
 
 
 def _owners(
-    process: Process, mesh: DeviceMesh | None, num_processes: int | None, data_ranks: Sequence[int] | None
+    process: ProcessInfo, mesh: DeviceMesh | None, num_processes: int | None, data_ranks: Sequence[int] | None
 ) -> list[int]:
     """Return for each process of the run which data-parallel rank it has; [0] for a process by itself."""
     if num_processes == 1 and mesh is None and data_ranks is None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel_ops.debug.session import default_store, prefixed
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 _PAUSES_S = 0.001, 0.05  # between looks into the store: the first, and the longest
 
 
 def wait_for_callers(
-    process: Process, what: str, patience_s: float, on_delay: Callable[[list[int]], None]
+    process: ProcessInfo, what: str, patience_s: float, on_delay: Callable[[list[int]], None]
 ) -> None:
     """Wait until all processes call this. Collectives have to follow before the next call.
 
@@ -45,7 +45,7 @@ def wait_for_callers(
 
 
 def _wait_on_main(
-    store: Any, process: Process, limit_s: float, patience_s: float, on_delay: Callable[[list[int]], None]
+    store: Any, process: ProcessInfo, limit_s: float, patience_s: float, on_delay: Callable[[list[int]], None]
 ) -> list[int]:
     """Wait for the others, and let them go on; return those that have not come."""
     ranks = range(1, process.world_size)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.trees.walk import find_path
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 # Asked in every collective, and the same as long as a group lives.
 _movable_by_group: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
-def require_group(operation: str, process: Process) -> dist.ProcessGroup:
+def require_group(operation: str, process: ProcessInfo) -> dist.ProcessGroup:
     """Return the group of all processes; raise if this process cannot talk to the others.
 
     Args:
@@ -39,7 +39,7 @@ def require_group(operation: str, process: Process) -> dist.ProcessGroup:
     return group
 
 
-def require_rank(operation: str, from_process: int, process: Process) -> None:
+def require_rank(operation: str, from_process: int, process: ProcessInfo) -> None:
     """Raise unless `from_process` is the rank of a process.
 
     Raises:
@@ -71,7 +71,7 @@ def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> 
         raise TypeError(f"{operation} moves dense tensors, but {found[0]} {_why(odd)}.")
 
 
-def require_devices(operation: str, data: Any, devices: Iterable[torch.device], process: Process) -> None:
+def require_devices(operation: str, data: Any, devices: Iterable[torch.device], process: ProcessInfo) -> None:
     """Raise if the process group cannot move tensors that are on these devices.
 
     Args:

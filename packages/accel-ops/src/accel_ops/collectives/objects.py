@@ -13,11 +13,11 @@ import torch.distributed as dist
 from accel_ops.collectives.checks import require_group, require_rank
 from accel_ops.debug import contract
 from accel_ops.trees.walk import is_namedtuple
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 
-def gather_object(object: Any, *, process: Process | None = None) -> list[Any]:
+def gather_object(object: Any, *, process: ProcessInfo | None = None) -> list[Any]:
     """Collect the objects of all processes in one list, in rank order, on every process.
 
     Args:
@@ -50,7 +50,7 @@ def gather_object(object: Any, *, process: Process | None = None) -> list[Any]:
 
 
 def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, process: Process | None = None
+    object_list: list[Any], from_process: int = 0, *, process: ProcessInfo | None = None
 ) -> list[Any]:
     """Give every process the objects that one process has.
 

@@ -22,7 +22,7 @@ from accel_ops.collectives.pack_parts import as_bytes
 from accel_ops.collectives.stack import stack_if_alike
 from accel_ops.debug import contract
 from accel_ops.trees.walk import find_path, flatten, plain_tensors, rebuild
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 # Exact types that need no further check; DTensor and other subclasses take the slow way.
@@ -30,7 +30,7 @@ _USUAL = {torch.Tensor, torch.nn.Parameter}
 _REDUCTIONS = ("mean", "sum", "max", "none")
 
 
-def gather(tensor: Any, *, process: Process | None = None) -> Any:
+def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
     """Concatenate the tensors of all processes along their first dimension, in rank order, on every process.
 
     Args:
@@ -79,7 +79,7 @@ def _gather(
     data: Any,
     leaves: Sequence[torch.Tensor],
     put_back: Callable[[Sequence[torch.Tensor]], Any],
-    process: Process,
+    process: ProcessInfo,
     group: dist.ProcessGroup,
 ) -> Any:
     # The usual case, as the metrics of a step are: one stack, and one collective.
@@ -101,7 +101,7 @@ def _gather(
 
 
 def _gather_packs(
-    data: Any, leaves: Sequence[torch.Tensor], process: Process, group: dist.ProcessGroup
+    data: Any, leaves: Sequence[torch.Tensor], process: ProcessInfo, group: dist.ProcessGroup
 ) -> Sequence[torch.Tensor]:
     world = process.world_size
     found = _plan("gather", data, leaves, process, copies=world)
@@ -125,7 +125,7 @@ def _gather_packs(
 
 
 def reduce(
-    tensor: Any, reduction: str = "mean", scale: float = 1.0, *, process: Process | None = None
+    tensor: Any, reduction: str = "mean", scale: float = 1.0, *, process: ProcessInfo | None = None
 ) -> Any:
     """Combine the tensors of all processes element by element, on every process.
 
@@ -241,7 +241,7 @@ def _first(data: Any, wanted: Callable[[torch.Tensor], bool]) -> str:
     return found[0] if found else "a tensor"
 
 
-def broadcast(tensor: Any, from_process: int = 0, *, process: Process | None = None) -> Any:
+def broadcast(tensor: Any, from_process: int = 0, *, process: ProcessInfo | None = None) -> Any:
     """Give every process the values that one process has.
 
     Args:
@@ -314,7 +314,7 @@ def _write(leaf: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def copy_tensor_to_devices(
-    tensor: torch.Tensor | None = None, *, process: Process | None = None
+    tensor: torch.Tensor | None = None, *, process: ProcessInfo | None = None
 ) -> torch.Tensor:
     """Give every process the tensor that one process has, of which the others know nothing.
 
@@ -362,7 +362,7 @@ def _offered(offer: Any) -> str:
 
 
 def _plan(
-    operation: str, data: Any, leaves: Sequence[torch.Tensor], process: Process, copies: int = 1
+    operation: str, data: Any, leaves: Sequence[torch.Tensor], process: ProcessInfo, copies: int = 1
 ) -> Plan:
     require_group(operation, process)
     found = plan(leaves, copies)

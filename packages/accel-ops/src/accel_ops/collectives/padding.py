@@ -11,7 +11,7 @@ from accel_ops.collectives.checks import require_group, require_plain
 from accel_ops.debug import contract
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.logging.warning import warn
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 
@@ -25,7 +25,7 @@ def pad_across_processes(
     pad_index: float = 0,
     pad_first: bool = False,
     *,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
 ) -> Any:
     """Pad the tensors of all processes to the largest size along a dimension, so that they can be gathered.
 

@@ -23,7 +23,7 @@ from accel_ops.debug.session import DistributedOperationException, Session, curr
 from accel_ops.trees.walk import children, keys
 from accel_state.logging.warning import user_frame, warn
 from accel_state.process import hooks
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 __all__ = ["DistributedOperationException", "check", "leave"]
 
@@ -45,7 +45,7 @@ def check(
     operation: str,
     data: Any = None,
     *,
-    process: Process,
+    process: ProcessInfo,
     detail: str = "",
     shapes: bool = True,
     one_place: bool = True,
@@ -83,12 +83,12 @@ def check(
         _compare(session, accounts, one_place)
 
 
-def _begin(process: Process) -> None:
+def _begin(process: ProcessInfo) -> None:
     # Not only at the first operation: a process that never comes to one can say where it is, or that it left.
     current_session(process).begin()
 
 
-def _check_wait(process: Process) -> None:
+def _check_wait(process: ProcessInfo) -> None:
     check("wait_for_everyone", process=process, one_place=False)
 
 

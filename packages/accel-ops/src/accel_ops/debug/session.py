@@ -22,7 +22,7 @@ from accel_ops.debug.life_lock import LifeLock, has_ended
 from accel_ops.debug.monitor import Monitor
 from accel_ops.debug.stack import why_exiting
 from accel_state.logging.warning import warn
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -57,7 +57,7 @@ class Session:
         process: The facts of this process.
     """
 
-    def __init__(self, base: Store, process: Process) -> None:
+    def __init__(self, base: Store, process: ProcessInfo) -> None:
         self.base = base
         self.rank = process.rank
         self.world = process.world_size
@@ -266,7 +266,7 @@ _session: Session | None = None
 _lock = threading.RLock()
 
 
-def current_session(process: Process) -> Session:
+def current_session(process: ProcessInfo) -> Session:
     """Return the session of the present process group, and begin one if there is none.
 
     Args:

@@ -23,7 +23,7 @@ from accel_ops.debug.session import DistributedOperationException
 from accel_ops.modules import extract_model_from_parallel, unsaved_buffers
 from accel_state.devices import table
 from accel_state.enums import RNGType
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 _BEGIN = "Processes are out of step:"
@@ -66,7 +66,7 @@ def verify_sync(
     *models: torch.nn.Module,
     buffers: bool = True,
     rng: bool = True,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
     is_part: Callable[[torch.Tensor], bool] | None = None,
 ) -> list[str]:
     """Make sure that models and random generators are the same on all processes, to the last bit.
@@ -189,7 +189,7 @@ def _with_values(entries: list[_Entry], tensors: Sequence[torch.Tensor | None]) 
     ]
 
 
-def _generators(process: Process) -> list[_Entry]:
+def _generators(process: ProcessInfo) -> list[_Entry]:
     states = {
         "Python's": repr(random.getstate()).encode(),
         "NumPy's": repr([numpy.asarray(item).tolist() for item in numpy.random.get_state()]).encode(),
@@ -212,7 +212,7 @@ def _hash(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _all_alike(entries: Sequence[_Entry], process: Process) -> bool:
+def _all_alike(entries: Sequence[_Entry], process: ProcessInfo) -> bool:
     """Whether the digests of all entries are the same everywhere; one collective."""
     whole = _hash(repr(entries).encode())
     mine = torch.tensor([*whole], dtype=torch.uint8, device=process.device)
@@ -248,7 +248,7 @@ def _first_difference(everyone: Sequence[Sequence[_Entry]]) -> int | None:
 
 
 def _distances(
-    rows: Sequence[_Entry | None], mine: torch.Tensor | None, process: Process
+    rows: Sequence[_Entry | None], mine: torch.Tensor | None, process: ProcessInfo
 ) -> list[float | None]:
     """How far the values of each process are from those of the first that has the same part; a collective.
 

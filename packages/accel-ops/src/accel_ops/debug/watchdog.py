@@ -28,7 +28,7 @@ from accel_ops.debug.session import call_at_the_end, default_store, first_line, 
 from accel_ops.debug.stack import failed_in_collective, failure_place, why_exiting
 from accel_ops.debug.verdict import find_stuck, report
 from accel_state.process import failure
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -67,7 +67,7 @@ class Watchdog:
         RuntimeError: If there are several processes, and no process group.
     """
 
-    def __init__(self, process: Process, timeout_s: float, abort: bool = False) -> None:
+    def __init__(self, process: ProcessInfo, timeout_s: float, abort: bool = False) -> None:
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s is {timeout_s!r}; it takes a number of seconds above 0.")
         self.rank = process.rank

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
@@ -62,7 +62,9 @@ class MultiProcessAdapter(_Adapter):
         elif main_only is False or process.is_main:
             self._emit(level, msg, *args, **kwargs)
 
-    def _log_in_order(self, process: Process, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+    def _log_in_order(
+        self, process: ProcessInfo, level: int, msg: object, *args: object, **kwargs: Any
+    ) -> None:
         from accel_state.process.state import wait_for_everyone
 
         # As many waits on every process, before and after its turn, so that they pair up.
@@ -166,7 +168,7 @@ def _set_level(logger: logging.Logger, level: str) -> None:
         ) from None
 
 
-def _process() -> Process:
+def _process() -> ProcessInfo:
     from accel_state.process.state import PartialState, current_process
 
     # Not made here: a logger must not decide how a run is set up.

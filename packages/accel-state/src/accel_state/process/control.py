@@ -20,7 +20,7 @@ from accel_state.process import hooks, rendezvous
 from accel_state.process.split import split
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,7 +33,7 @@ class ProcessControl:
     """
 
     @property
-    def process(self) -> Process:
+    def process(self) -> ProcessInfo:
         """The facts of this process."""
         raise NotImplementedError(f"{type(self).__name__} must provide the property `process`.")
 
@@ -294,7 +294,7 @@ def describe(control: ProcessControl) -> str:
     )
 
 
-def wait(process: Process) -> None:
+def wait(process: ProcessInfo) -> None:
     """Wait until every process has come here; nothing for one process.
 
     Args:

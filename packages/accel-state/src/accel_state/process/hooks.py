@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 @dataclass(frozen=True)
 class _Calls:
-    joined: Callable[[Process], None]
-    waits: Callable[[Process], None]
+    joined: Callable[[ProcessInfo], None]
+    waits: Callable[[ProcessInfo], None]
     leaves: Callable[[], None]
 
 
@@ -26,7 +26,7 @@ _calls: _Calls | None = None
 
 
 def register(
-    joined: Callable[[Process], None], waits: Callable[[Process], None], leaves: Callable[[], None]
+    joined: Callable[[ProcessInfo], None], waits: Callable[[ProcessInfo], None], leaves: Callable[[], None]
 ) -> None:
     """Say what is called in debug mode, in a run of several processes.
 
@@ -39,7 +39,7 @@ def register(
     _calls = _Calls(joined, waits, leaves)
 
 
-def joined(process: Process) -> None:
+def joined(process: ProcessInfo) -> None:
     """Notify debug mode that this process has joined the process group.
 
     Args:
@@ -49,7 +49,7 @@ def joined(process: Process) -> None:
         _calls.joined(process)
 
 
-def waits(process: Process) -> None:
+def waits(process: ProcessInfo) -> None:
     """Notify debug mode that this process is about to wait for the others.
 
     Args:

@@ -1,8 +1,8 @@
 """The state of this process: who it is, which device it has, and the process group that it belongs to.
 
-One holder has a frozen `Process`; `PartialState` is a handle on it that makes it when there is none.
-Functions that need a rank or a size take a `Process` and default to `current_process()`, which works without
-any state.
+One frozen `ProcessInfo` is shared by all instances of `PartialState`; the first instance makes it.
+Functions that need a rank or a size take a `ProcessInfo` and default to `current_process()`, which works
+without any state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accel_state.logging.tracebacks import set_tracebacks
 from accel_state.logging.warning import warn
 from accel_state.process import failure, hooks, rendezvous
 from accel_state.process.control import ProcessControl, describe, wait
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.ranks import device_index, find_place
 from accel_state.process.shared_dict import shared_dict
 
@@ -52,7 +52,7 @@ class PartialState(ProcessControl):
             _initialize(cpu, options)
 
     @property
-    def process(self) -> Process:
+    def process(self) -> ProcessInfo:
         """The facts of this process."""
         return PartialState._held()
 
@@ -88,9 +88,9 @@ class PartialState(ProcessControl):
         PartialState._destroy_group(group)
 
     @classmethod
-    def _held(cls) -> Process:
+    def _held(cls) -> ProcessInfo:
         """Return the facts, or raise AttributeError where there are none."""
-        held: Process | None = PartialState._shared_state.get("process")
+        held: ProcessInfo | None = PartialState._shared_state.get("process")
         if held is None:
             raise AttributeError(_RESET)
         return held
@@ -104,7 +104,7 @@ class PartialState(ProcessControl):
     def _destroy_group(cls, group: Any) -> None:
         """Destroy a process group without making a state where there is none."""
         rendezvous.destroy(group)
-        held: Process | None = PartialState._shared_state.get("process")
+        held: ProcessInfo | None = PartialState._shared_state.get("process")
         # Only backend changes: rank and size stay known. Another group than the default leaves all of it.
         if held is not None and not rendezvous.has_group():
             PartialState._shared_state["process"] = replace(held, backend=None)
@@ -131,14 +131,14 @@ _RESET = (
 )
 
 
-def current_process() -> Process:
+def current_process() -> ProcessInfo:
     """Return the facts of this process, and change nothing.
 
     Returns:
         What PartialState holds; without one, what an initialised `torch.distributed` says; else one process
         on the default device.
     """
-    held: Process | None = PartialState._shared_state.get("process")
+    held: ProcessInfo | None = PartialState._shared_state.get("process")
     if held is not None:
         return held
     if not rendezvous.has_group():
@@ -191,9 +191,9 @@ def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformatio
     return found, facts
 
 
-def _facts(found: DeviceRow, facts: CPUInformation, device: torch.device) -> Process:
+def _facts(found: DeviceRow, facts: CPUInformation, device: torch.device) -> ProcessInfo:
     alone = facts.world_size == 1
-    return Process(
+    return ProcessInfo(
         *facts,
         device=device,
         backend=rendezvous.backend_for(device) if rendezvous.has_group() else None,
@@ -202,7 +202,7 @@ def _facts(found: DeviceRow, facts: CPUInformation, device: torch.device) -> Pro
     )
 
 
-def _check_same(process: Process, cpu: bool, options: dict[str, Any]) -> None:
+def _check_same(process: ProcessInfo, cpu: bool, options: dict[str, Any]) -> None:
     if cpu and process.device.type != DEVICES["cpu"].type:
         raise ValueError(
             f"cpu=True, but this process is on {process.device} already. Give cpu=True where the first "

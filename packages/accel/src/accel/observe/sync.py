@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from accel.training.run import Run
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 def verify_sync(
@@ -44,7 +44,7 @@ def verify_sync(
     return [*(type(model).__name__ for model in left_out), *names]
 
 
-def verify_before_save(run: Run, process: Process) -> None:
+def verify_before_save(run: Run, process: ProcessInfo) -> None:
     """In debug mode, make sure that what a checkpoint has of parameters is what all that save have.
 
     Buffers and random generators may differ in correct training: running statistics of batch norm, and seeds

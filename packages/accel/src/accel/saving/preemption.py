@@ -13,7 +13,7 @@ from accel.training.agreement import Agreement
 
 if TYPE_CHECKING:
     from accel.training.run import Run
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class Preemption:
@@ -28,7 +28,7 @@ class Preemption:
         ValueError: If the system has none of them.
     """
 
-    def __init__(self, process: Process, signals: Sequence[str]) -> None:
+    def __init__(self, process: ProcessInfo, signals: Sequence[str]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "save_on_preemption takes signals, which only the main thread can: call it there."

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from accel.training.run import Run
     from accel_ckpt.config import ProjectConfiguration
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 def save_model(
@@ -38,7 +38,7 @@ def save_model(
     folder: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
-    process: Process,
+    process: ProcessInfo,
 ) -> None:
     """Write a model's full state into a folder, once per job or once per machine; all that save call it."""
     each_node = run.project_configuration.save_on_each_node
@@ -77,7 +77,7 @@ def save_state(
     output_dir: str | None,
     safe_serialization: bool,
     blocking: bool = True,
-    process: Process | None = None,
+    process: ProcessInfo | None = None,
     **options: Any,
 ) -> str:
     """Write a checkpoint, which appears as a whole or not at all; every process calls it.
@@ -251,7 +251,7 @@ def folder_saved(run: Run, output_dir: str | None) -> str:
     return str(rotation.checkpoints(checkpoints_root(config))[-1])
 
 
-def _new_folder(run: Run, output_dir: str | None, process: Process) -> Path:
+def _new_folder(run: Run, output_dir: str | None, process: ProcessInfo) -> Path:
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
         if output_dir is None:
@@ -281,7 +281,7 @@ def checkpoints_root(config: ProjectConfiguration) -> Path:
     return Path(str(output_path(config.project_dir))) / file_names.CHECKPOINTS_DIR
 
 
-def free_number(run: Run, process: Process) -> int:
+def free_number(run: Run, process: ProcessInfo) -> int:
     """The lowest number above all automatically named checkpoints of the project; all that save call it.
 
     Machines with disks of their own may have different ones.

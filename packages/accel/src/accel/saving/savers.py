@@ -16,7 +16,7 @@ from accel_state.logging.warning import stands_between, user_frame, warn
 
 if TYPE_CHECKING:
     from accel.training.run import Run
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 PATIENCE_S = 30.0
 """After how many seconds the main process says that it waits for the others."""
@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 _MAIN = ("is_main_process", "is_local_main_process")
 
 
-def savers(run: Run, what: str, main_process_only: bool | None) -> Process | None:
+def savers(run: Run, what: str, main_process_only: bool | None) -> ProcessInfo | None:
     """Find out which processes save. Those that call `save_state` or `save_model` call this.
 
     All save together, however late one comes, unless the call or the program around it says that the main

@@ -12,7 +12,7 @@ from accel_ops.debug import contract
 from accel_state.process.rendezvous import gloo_group
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class Agreement:
@@ -25,7 +25,7 @@ class Agreement:
         process: This process.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         self._process = process
         self._answer: torch.Tensor | None = None
         self._work: Any = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.enums import DistributedType, RNGType
     from accel_state.gradient import GradientState
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _T = TypeVar("_T")
 
@@ -68,7 +68,7 @@ class RunAttributes:
     _custom_objects: _Part[list[Any]] = _Part("registered")
 
     @property
-    def process(self) -> Process:
+    def process(self) -> ProcessInfo:
         """The facts of this process."""
         return self.run.state.process
 

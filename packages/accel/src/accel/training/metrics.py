@@ -21,14 +21,14 @@ from accel_state.open_loaders import LoaderPass, describe
 if TYPE_CHECKING:
     from accel_data.loader.join import Attendance
     from accel_state.gradient import GradientState
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 def gather_for_metrics(
     data: Any,
     *,
     passes: Sequence[LoaderPass],
-    process: Process,
+    process: ProcessInfo,
     shard: tuple[int, int],
     use_gather_object: bool = False,
     shares_sequences: bool = False,
@@ -208,7 +208,7 @@ def _fill(loader: Any | None, size: int) -> Fill | None:
     return Fill(real, loader.batch_rows)
 
 
-def _meet(loader: Any, attendance: Attendance, process: Process) -> None:
+def _meet(loader: Any, attendance: Attendance, process: ProcessInfo) -> None:
     """Make sure that all processes have this step, where each reads a part of its own.
 
     Debug mode compares what processes call, and waits for those that come late by itself.
@@ -335,7 +335,7 @@ def _differs(what: str) -> str:
 
 
 def _gather_uneven(
-    data: Any, padding: _Padding | None, process: Process, copies: int, sequences: set[int] | None
+    data: Any, padding: _Padding | None, process: ProcessInfo, copies: int, sequences: set[int] | None
 ) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.enums import RNGType
     from accel_state.gradient import GradientState
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class Watcher(Protocol):
@@ -115,7 +115,7 @@ class Run:
             optimizer.gradient_state = self.gradient_state  # type: ignore[attr-defined]
 
     @property
-    def process(self) -> Process:
+    def process(self) -> ProcessInfo:
         """The facts of this process."""
         return self.state.process
 

@@ -22,7 +22,7 @@ from accel_ops.trees.tensors import (
     slice_tensors,
 )
 from accel_ops.trees.walk import children, find_path, flatten, recursively_apply
-from accel_state.process.facts import Process
+from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState, current_process
 
 
@@ -174,7 +174,7 @@ class _Pipeline:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         num_chunks: int,
-        process: Process,
+        process: ProcessInfo,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -260,7 +260,7 @@ def _is_uncut(leaf: Any, size: int) -> bool:
     return children(leaf) is None and not isinstance(leaf, (type(None), bool, int, float, str))
 
 
-def _process() -> Process:
+def _process() -> ProcessInfo:
     # Joins the process group, where nothing has done so yet.
     PartialState()
     return current_process()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
     from accel_state.parallelism.config import ParallelismConfig
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class EngineContext:
         fp8: The library that computes in fp8, when that is the precision.
     """
 
-    process: Process
+    process: ProcessInfo
     precision: Precision
     gradient_state: GradientState
     scaler: GradScaler | None = None

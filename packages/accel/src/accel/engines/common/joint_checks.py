@@ -12,12 +12,12 @@ from accel_ops.collectives import operations
 from accel_ops.modules import unsaved_buffers
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 @contextlib.contextmanager
 def checking_together(
-    models: Sequence[tuple[torch.nn.Module, bool]], whose: str, process: Process
+    models: Sequence[tuple[torch.nn.Module, bool]], whose: str, process: ProcessInfo
 ) -> Iterator[None]:
     """A context for checks that each process makes alone; at its end all know how these went.
 
@@ -69,7 +69,7 @@ def _bare(model: torch.nn.Module) -> Iterator[str]:
     return (name for name, tensor in held if tensor.is_meta)
 
 
-def _raise_missing(model: torch.nn.Module, number: int, whose: str, process: Process) -> None:
+def _raise_missing(model: torch.nn.Module, number: int, whose: str, process: ProcessInfo) -> None:
     names = list(_bare(model))
     listed = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
     fix = "Load them there, or give them memory with to_empty() and initialise them"

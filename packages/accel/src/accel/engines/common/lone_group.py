@@ -11,10 +11,10 @@ from accel_state.env import CPUInformation
 from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
-def ensure_group(process: Process) -> None:
+def ensure_group(process: ProcessInfo) -> None:
     """Make a group of one process where none was launched.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -28,7 +28,7 @@ class LooseTensors:
         process: This process.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         self._process = process
         # A list and not a set: processes average in this order, which has to be the same on all.
         self._tensors: list[weakref.ref[torch.Tensor]] = []
@@ -61,7 +61,7 @@ class LooseTensors:
 
 
 @torch.no_grad()
-def _send_values(tensors: Sequence[torch.Tensor], process: Process) -> None:
+def _send_values(tensors: Sequence[torch.Tensor], process: ProcessInfo) -> None:
     """Send the first process's values, but of what some process has no values of (the meta device)."""
     # uint8, as not every backend reduces booleans.
     can_send = torch.tensor([not item.is_meta for item in tensors], dtype=torch.uint8, device=process.device)
@@ -75,7 +75,7 @@ def _send_values(tensors: Sequence[torch.Tensor], process: Process) -> None:
             item.copy_(values)
 
 
-def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> None:
+def average_gradients(parameters: Sequence[torch.Tensor], process: ProcessInfo) -> None:
     """Average gradients over all processes; every process calls it with the same parameters.
 
     Args:
@@ -88,7 +88,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> N
 
 
 @torch.no_grad()
-def _average(parameters: Sequence[torch.Tensor], process: Process) -> None:
+def _average(parameters: Sequence[torch.Tensor], process: ProcessInfo) -> None:
     has_gradient = torch.tensor([item.grad is not None for item in parameters], dtype=torch.uint8)
     has_gradient = has_gradient.to(process.device)
     # Where one process has a gradient, all take part, with zeros where they have none.

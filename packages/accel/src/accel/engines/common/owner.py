@@ -16,7 +16,7 @@ from accel_optim.owner import ParameterOwner
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class TrainingOwner(ParameterOwner):
@@ -26,7 +26,7 @@ class TrainingOwner(ParameterOwner):
         process: This process.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         self._process = process
         # In order: all processes go through them alike.
         self._models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from accel_ops.debug.digest import digest
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class ReplicaCheck:
@@ -29,7 +29,7 @@ class ReplicaCheck:
         ValueError: If the number is negative.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         steps = env.get("ACCELERATE_CHECK_REPLICAS_STEPS")
         self.every: int = (1 if process.debug else 0) if steps is None else steps
         if self.every < 0:

@@ -13,7 +13,7 @@ from accel_ops.trees.walk import flatten
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 FSDP_FIX = (
     "Have all processes run the same modules; or choose larger groups (auto_wrap_policy, "
@@ -26,7 +26,7 @@ ZERO3_FIX = (
 
 
 def check_same_order(
-    root: torch.nn.Module, units: Mapping[str, torch.nn.Module], process: Process, engine: str, fix: str
+    root: torch.nn.Module, units: Mapping[str, torch.nn.Module], process: ProcessInfo, engine: str, fix: str
 ) -> None:
     """Compare the order of modules between processes, in the first forward and backward pass that train.
 
@@ -54,7 +54,7 @@ def check_same_order(
 
 
 class _Order:
-    def __init__(self, names: list[str], process: Process, engine: str, fix: str) -> None:
+    def __init__(self, names: list[str], process: ProcessInfo, engine: str, fix: str) -> None:
         self.names, self.process, self.engine, self.fix = names, process, engine, fix
         self.agreed: list[int] | None = None  # the order of the first pass
         self.seen: list[int] = []

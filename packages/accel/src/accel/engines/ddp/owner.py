@@ -15,7 +15,7 @@ from accel.models.untraced import run_untraced
 from accel_ops.trees.walk import flatten
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class ReplicaOwner(TrainingOwner):
@@ -38,7 +38,7 @@ class ReplicaOwner(TrainingOwner):
         process: This process.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         super().__init__(process)
         # An object of its own: loaders keep it, and must not keep the engine.
         self.joining = Joining()

@@ -21,7 +21,7 @@ from accel.engines.common.same_order import ZERO3_FIX, check_same_order
 from accel.engines.deepspeed.runtime import part
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 def in_parameters(engine: Any) -> bool:
@@ -165,7 +165,7 @@ def forget_trial_step(engine: Any) -> None:
     engine.optimizer.refresh_fp32_params()
 
 
-def reduce_alike(engine: Any, process: Process, name: str) -> None:
+def reduce_alike(engine: Any, process: ProcessInfo, name: str) -> None:
     """Have each gradient be reduced with that of the same parameter, where processes use different ones.
 
     DeepSpeed lays the gradients of a process into buckets, and adds up the buckets.
@@ -209,7 +209,11 @@ def _reduce_all(reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _reduce_checked(
-    reference: weakref.ref[Any], process: Process, name: str, names: dict[int, str], comm_dtype: Any = None
+    reference: weakref.ref[Any],
+    process: ProcessInfo,
+    name: str,
+    names: dict[int, str],
+    comm_dtype: Any = None,
 ) -> None:
     """Reduce what is in buckets, once all processes have the same in them.
 

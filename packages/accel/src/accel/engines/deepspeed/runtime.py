@@ -24,7 +24,7 @@ from accel_state.process import rendezvous
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -78,7 +78,7 @@ def _leave_shared_memory_out() -> None:
 
 
 @contextlib.contextmanager
-def started(process: Process) -> Iterator[ModuleType]:
+def started(process: ProcessInfo) -> Iterator[ModuleType]:
     """DeepSpeed, with a process group, and with what it reads from the environment where no launcher set it.
 
     Args:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload
 
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -375,7 +375,7 @@ def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:
     return plain if isinstance(plain, FullyShardedDataParallel) else None
 
 
-def _check_offload(offload: CPUOffload, process: Process) -> None:
+def _check_offload(offload: CPUOffload, process: ProcessInfo) -> None:
     if offload.offload_params and process.device.type == "cpu":
         raise ValueError(
             "cpu_offload=True with fsdp_version=1 copies shards between an accelerator and the CPU, and this "
@@ -383,7 +383,7 @@ def _check_offload(offload: CPUOffload, process: Process) -> None:
         )
 
 
-def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
+def _make_mesh(strategy: ShardingStrategy, process: ProcessInfo) -> DeviceMesh:
     kind, size, local = process.device.type, process.world_size, process.local_world_size
     # A mesh for plain sharding too: weights are passed on over its groups.
     if strategy not in _HYBRID:

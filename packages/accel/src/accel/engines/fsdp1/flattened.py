@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.engines.fsdp1 import flat
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class Flattened:
@@ -110,7 +110,7 @@ def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> N
             )
 
 
-def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process: Process) -> None:
+def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process: ProcessInfo) -> None:
     """Reject a state of some of the trained parameters in a flat one: torch saves that of all or none.
 
     Every process must call it.

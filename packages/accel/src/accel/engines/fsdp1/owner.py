@@ -16,7 +16,7 @@ from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_h
 
 if TYPE_CHECKING:
     from accel.engines.fsdp1.flattened import Flattened
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class FlatOwner(ShardOwner):
@@ -27,7 +27,7 @@ class FlatOwner(ShardOwner):
         process: This process.
     """
 
-    def __init__(self, flattened: Flattened, process: Process) -> None:
+    def __init__(self, flattened: Flattened, process: ProcessInfo) -> None:
         super().__init__(process)
         self._flattened = flattened
         self._freezing = Freezing()

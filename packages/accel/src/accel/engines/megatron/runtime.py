@@ -17,7 +17,7 @@ from accel_state.imports.packages import require
 from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -67,7 +67,7 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def start(args: Mapping[str, Any], process: Process) -> None:
+def start(args: Mapping[str, Any], process: ProcessInfo) -> None:
     """Make the process groups, and seed the generators of tensor parallelism; idempotent.
 
     Args:

@@ -16,7 +16,7 @@ from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.mesh import unsharded
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 
 class MeshOwner(ShardOwner):
@@ -29,7 +29,7 @@ class MeshOwner(ShardOwner):
         process: This process.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessInfo) -> None:
         super().__init__(process)
         self.replaced = Replaced()
         self._parts: weakref.WeakKeyDictionary[FSDPModule, None] = weakref.WeakKeyDictionary()

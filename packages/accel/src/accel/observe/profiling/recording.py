@@ -20,13 +20,13 @@ from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     from accel_state.handlers import ProfileKwargs
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _is_running = False  # torch's own flag is off while a schedule waits
 
 
 @contextlib.contextmanager
-def profile(process: Process, handler: ProfileKwargs) -> Iterator[Any]:
+def profile(process: ProcessInfo, handler: ProfileKwargs) -> Iterator[Any]:
     """Profile a block with torch's profiler.
 
     Processes do not wait for each other, so that one alone can profile, or leave the block by an exception;
@@ -83,7 +83,7 @@ class _Recordings:
         handler: The profiler's options.
     """
 
-    def __init__(self, process: Process, handler: ProfileKwargs) -> None:
+    def __init__(self, process: ProcessInfo, handler: ProfileKwargs) -> None:
         self._rank = process.rank
         self._handler = handler
         self.count = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
@@ -57,7 +57,7 @@ class OperatorTotals:
             self.values[name] = [before + more for before, more in zip(old, new, strict=True)]
 
 
-def print_summary(totals: OperatorTotals, rows: int, process: Process, failed: bool) -> None:
+def print_summary(totals: OperatorTotals, rows: int, process: ProcessInfo, failed: bool) -> None:
     """Print the table on the main process; the others send it their totals.
 
     Args:
@@ -81,7 +81,7 @@ def print_summary(totals: OperatorTotals, rows: int, process: Process, failed: b
         print(table(found, rows, process.world_size))
 
 
-def _store(process: Process) -> Any:
+def _store(process: ProcessInfo) -> Any:
     global _blocks
     if process.world_size == 1:
         return None

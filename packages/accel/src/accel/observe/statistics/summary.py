@@ -14,13 +14,13 @@ from accel_ops.debug.session import default_store
 from accel_state.devices.table import row
 
 if TYPE_CHECKING:
-    from accel_state.process.facts import Process
+    from accel_state.process.info import ProcessInfo
 
 ANSWER_S = 30.0
 """How long the main process waits at the end for the numbers of the others, in seconds."""
 
 
-def peak_memory(process: Process) -> dict[str, int]:
+def peak_memory(process: ProcessInfo) -> dict[str, int]:
     """Return the most memory that this process had, in bytes: of the host, and of tensors on its device."""
     peaks = {"host": 0, "device": row(process.device).max_memory_allocated()}
     try:
@@ -33,14 +33,14 @@ def peak_memory(process: Process) -> dict[str, int]:
     return peaks
 
 
-def next_number(process: Process) -> int:
+def next_number(process: ProcessInfo) -> int:
     """Return the number of an exchange; the same on all processes that have called this as often."""
     store = default_store() if process.world_size > 1 else None
     # Under a key of its own, so that no process waits for another one here.
     return 0 if store is None else int(store.add(f"accel/statistics/starts/{process.rank}", 1))
 
 
-def exchange(process: Process, number: int, own: dict[str, Any]) -> list[dict[str, Any]] | None:
+def exchange(process: ProcessInfo, number: int, own: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Bring the numbers of all processes to the main process.
 
     Through the store of the process group: no process waits for one that has ended, as it would in a

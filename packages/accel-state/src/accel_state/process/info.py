@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessInfo:
     """The facts of one process.
 
     Args:
