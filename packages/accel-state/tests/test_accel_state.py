@@ -21,7 +21,7 @@ import accel_state
 WITH_MODULE_ONLY = {
     "process.control": {"describe", "wait"},
     "devices.table": {"default_device", "detect", "existing_device", "row"},
-    "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"}
+    "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "set", "snapshot", "update"}
     | {"keep_accelerate_environment"},
     "imports.packages": {"install_hint"},
     "process.shared_dict": {"shared_dict"},

@@ -54,9 +54,7 @@ from accel_state.env import get_int_from_env as get_int_from_env
 from accel_state.env import parse_choice_from_env as parse_choice_from_env
 from accel_state.env import parse_flag_from_env as parse_flag_from_env
 from accel_state.env import patch_environment as patch_environment
-from accel_state.env import put_here as put_here
 from accel_state.env import str_to_bool as str_to_bool
-from accel_state.env import update_here as update_here
 from accel_state.env.purge import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.gradient import GradientState as GradientState
 from accel_state.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin

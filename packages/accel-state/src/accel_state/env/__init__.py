@@ -31,11 +31,11 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "put",
-    "put_here",
     "raw",
+    "set",
     "snapshot",
     "str_to_bool",
-    "update_here",
+    "update",
 ]
 
 
@@ -98,7 +98,7 @@ def put(environ: MutableMapping[str, str], name: str, value: Any) -> None:
         environ[name] = variable.format(value)
 
 
-def put_here(name: str, value: Any) -> None:
+def set(name: str, value: Any) -> None:
     """Write a value into this process's own environment, for what reads it later.
 
     Args:
@@ -112,7 +112,7 @@ def put_here(name: str, value: Any) -> None:
     put(os.environ, name, value)
 
 
-def update_here(environ: Mapping[str, str]) -> None:
+def update(environ: Mapping[str, str]) -> None:
     """Set variables of this process's own environment, in the table or not; the others stay as they are.
 
     Args:

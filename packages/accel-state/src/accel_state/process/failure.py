@@ -36,7 +36,7 @@ def record_uncaught() -> None:
 
     if parent_process() is not None:
         return
-    env.put_here("TORCHELASTIC_ERROR_FILE", None)
+    env.set("TORCHELASTIC_ERROR_FILE", None)
     _path = path
     # Forks inherit the hook.
     pid, before = os.getpid(), sys.excepthook

@@ -94,8 +94,8 @@ def replay_command(args: argparse.Namespace) -> int:
         )
     # What the launcher's flags and its config file were in that run.
     for name, text in facts["environment"].items():
-        env.put_here(name, VARIABLES[name].parse(text))
-    env.put_here("ACCELERATE_REPLAY", str(folder / window_file(rank)))
+        env.set(name, VARIABLES[name].parse(text))
+    env.set("ACCELERATE_REPLAY", str(folder / window_file(rank)))
     arguments = facts["arguments"] if args.script is None else args.arguments
     if args.script is None and Path(facts["folder"]).is_dir():
         os.chdir(facts["folder"])  # what the arguments say may be relative to it

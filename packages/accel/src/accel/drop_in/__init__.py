@@ -38,7 +38,7 @@ def activate() -> None:
     if is_active():
         return
     install()
-    env.update_here(drop_in_environment(env.snapshot()))
+    env.update(drop_in_environment(env.snapshot()))
     if sys.flags.ignore_environment or sys.flags.no_site:
         warn(
             "accel stands for accelerate in this process alone: Python runs with -E, -I or -S, and so do "

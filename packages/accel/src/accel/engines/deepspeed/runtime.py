@@ -89,7 +89,7 @@ def started(process: ProcessInfo) -> Iterator[ModuleType]:
     ensure_group(process)
     _follow_group()
     if not env.is_set("LOCAL_RANK"):
-        env.put_here("LOCAL_RANK", process.local_rank)  # it stays: ZeRO-3 reads it in the first steps too
+        env.set("LOCAL_RANK", process.local_rank)  # it stays: ZeRO-3 reads it in the first steps too
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):  # of torch functions that it uses
             warnings.simplefilter("ignore", kind)

@@ -25,13 +25,13 @@ def enable_fsdp_ram_efficient_loading() -> None:
     """
     # transformers asks for both variables.
     if not env.is_set("ACCELERATE_USE_FSDP"):
-        env.put_here("ACCELERATE_USE_FSDP", True)
-    env.put_here("FSDP_CPU_RAM_EFFICIENT_LOADING", True)
+        env.set("ACCELERATE_USE_FSDP", True)
+    env.set("FSDP_CPU_RAM_EFFICIENT_LOADING", True)
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Let every process load weights again: FSDP_CPU_RAM_EFFICIENT_LOADING becomes false."""
-    env.put_here("FSDP_CPU_RAM_EFFICIENT_LOADING", False)
+    env.set("FSDP_CPU_RAM_EFFICIENT_LOADING", False)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
