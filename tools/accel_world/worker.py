@@ -117,12 +117,12 @@ def _join_world(call: Call) -> None:
 def _leave_world() -> list[str]:
     import torch.distributed as dist
 
-    from accel_state.process.drain import drain_gloo
+    from accel_state.process.gloo_threads import wait_for_gloo_threads
 
     try:
         leaks.reset_singletons()
         if dist.is_initialized():
-            drain_gloo()
+            wait_for_gloo_threads()
             dist.destroy_process_group()
         # Also where the function has left by itself. What lies in a cycle with a group would be taken down by
         # a loader's worker, forked later, and crash it: gloo's threads are not there.

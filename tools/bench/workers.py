@@ -70,14 +70,14 @@ def run_workers(function: str, size: int, **arguments: Any) -> Any:
 def end_group() -> None:
     """Destroy the process group of a worker once gloo has let go of the last tensors.
 
-    Otherwise torch 2.13 aborts or hangs at times; see `accel_state.process.drain`.
+    Otherwise torch 2.13 aborts or hangs at times; see `accel_state.process.gloo_threads`.
     """
     # Here, as this module is imported by the parent too, which needs no torch.
     import torch.distributed as dist
 
-    from accel_state.process.drain import drain_gloo
+    from accel_state.process.gloo_threads import wait_for_gloo_threads
 
-    drain_gloo()
+    wait_for_gloo_threads()
     dist.destroy_process_group()
 
 

@@ -987,11 +987,11 @@ def test_one_process_may_read_for_itself(world):
 
 
 def prepared_beside_a_recorder() -> list[str]:
-    with mock.patch("accel_state.process.drain.atexit") as recorded:
+    with mock.patch("accel_state.process.gloo_threads.atexit") as recorded:
         prepare_data_loader(DataLoader(range(4)))
     return [call.args[0].__name__ for call in recorded.register.call_args_list]
 
 
-@pytest.mark.parametrize(("size", "called"), [(1, []), (2, ["drain_gloo"])])
+@pytest.mark.parametrize(("size", "called"), [(1, []), (2, ["wait_for_gloo_threads"])])
 def test_processes_with_a_loader_wait_for_gloo_at_exit(world, size, called):
     assert world.run(prepared_beside_a_recorder, size=size) == [called] * size

@@ -45,7 +45,7 @@ INTERNAL = {
     "parallelism.handlers",
     "parallelism.torch_compat",
     "process",
-    "process.drain",
+    "process.gloo_threads",
     "process.failure",
     "process.hooks",
     "process.ranks",

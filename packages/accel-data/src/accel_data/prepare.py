@@ -35,7 +35,7 @@ from accel_data.stream.first_sample import RankNotice, SampleComparison
 from accel_data.torchdata.stateful import as_plain, is_stateful
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
-from accel_state.process.drain import drain_at_exit
+from accel_state.process.gloo_threads import wait_for_gloo_threads_at_exit
 from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def prepare_data_loader(
     # First of all: from here on processes exchange what they have, in the same order on all of them.
     place = find_place(num_processes, process_index, torch_device_mesh, data_ranks)
     if place.several:
-        drain_at_exit()  # a script with a group of its own may have nothing else that does it
+        wait_for_gloo_threads_at_exit()  # a script with a group of its own may have nothing else that does it
     seeding = Seeding(use_seedable_sampler, data_seed, place.several, gradient_state, order)
     plan = LoaderPlan(place, split_batches, even_batches, seeding)
     # A collective: where the processes have different loaders, all of them raise here, and none hangs

@@ -40,7 +40,7 @@ def test_workers_are_forked_when_gloo_is_idle(dispatch):
 @pytest.mark.parametrize(("live_on", "waits"), [(True, 1), (False, 2)])
 def test_living_workers_are_not_waited_for(live_on, waits):
     loader = prepare_data_loader(DataLoader(range(8), 2, num_workers=1, persistent_workers=live_on))
-    with mock.patch("accel_data.loader.workers.drain_gloo") as drain:
+    with mock.patch("accel_data.loader.workers.wait_for_gloo_threads") as drain:
         for _ in range(2):
             list(loader)
     assert drain.call_count == waits

@@ -12,7 +12,7 @@ from accel_data.order.shares import Fill
 from accel_data.resume.cursor import Pass
 from accel_data.resume.stream_position import Mark
 from accel_data.stream.first_sample import FirstSample, RankNotice, SampleComparison
-from accel_state.process.drain import drain_gloo
+from accel_state.process.gloo_threads import wait_for_gloo_threads
 
 
 def handed_on(
@@ -61,7 +61,7 @@ def opened(
         # A thread of gloo that ends a collective locks Python's list of threads for a moment. A worker that
         # is forked in this moment waits for that lock for ever: Python 3.11 takes it in the child
         # (_PyEval_ReInitThreads) before it makes it anew (_PyRuntimeState_ReInitThreads).
-        drain_gloo()
+        wait_for_gloo_threads()
     with drawing_from(generator):
         if not started.resumed:
             return start()

@@ -27,7 +27,7 @@ from accel_state import env
 from accel_state.devices.table import DeviceRow
 from accel_state.env import CPUInformation
 from accel_state.logging.warning import warn
-from accel_state.process.drain import drain_at_exit, drain_gloo
+from accel_state.process.gloo_threads import wait_for_gloo_threads, wait_for_gloo_threads_at_exit
 from accel_state.process.stores import open_store
 
 _FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
@@ -90,7 +90,7 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
     if has_group():
         warn_ignored(options)
         _check_serves(device)
-        drain_at_exit()
+        wait_for_gloo_threads_at_exit()
         return
     if not dist.is_available():
         raise RuntimeError(
@@ -205,7 +205,7 @@ def _backends() -> dict[str, str]:
 
 def _remember(options: Mapping[str, Any]) -> None:
     global _made
-    drain_at_exit()
+    wait_for_gloo_threads_at_exit()
     atexit.unregister(_destroy_at_exit)
     atexit.register(_destroy_at_exit)  # at exit the last one runs first
     _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
@@ -272,7 +272,7 @@ def destroy(group: Any = None) -> None:
     if group is None:
         for function in _before:
             function()
-        drain_gloo()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
+        wait_for_gloo_threads()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
     dist.destroy_process_group(group)
     # One of several groups may have been destroyed, and ours still be there.
     if not dist.is_initialized():

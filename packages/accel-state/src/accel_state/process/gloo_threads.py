@@ -41,7 +41,7 @@ class _Thread(NamedTuple):
     read_at: float
 
 
-def drain_gloo(limit_s: float = 5.0) -> None:
+def wait_for_gloo_threads(limit_s: float = 5.0) -> None:
     """Wait until no thread of gloo is at work, or waits for the interpreter's lock.
 
     A thread that waits for the lock sleeps as an idle one does, but wakes once in each switch interval (which
@@ -70,10 +70,10 @@ def drain_gloo(limit_s: float = 5.0) -> None:
         sys.setswitchinterval(interval)
 
 
-def drain_at_exit() -> None:
-    """Have `drain_gloo` called when the interpreter ends; several times the same counts once."""
-    atexit.unregister(drain_gloo)
-    atexit.register(drain_gloo)
+def wait_for_gloo_threads_at_exit() -> None:
+    """Have `wait_for_gloo_threads` called when the interpreter ends; several times the same counts once."""
+    atexit.unregister(wait_for_gloo_threads)
+    atexit.register(wait_for_gloo_threads)
 
 
 def _keep_lock(seconds: float) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_state import env
 from accel_state.process import drain
-from accel_state.process.drain import drain_gloo
+from accel_state.process.gloo_threads import wait_for_gloo_threads
 from accel_state.process.state import PartialState
 
 THREAD = "pt_gloo_runloop"
@@ -50,7 +50,7 @@ def busy_thread(name: str, rounds: int) -> Iterator[Callable[[], bool]]:
 def test_waits_until_the_thread_is_done() -> None:
     with busy_thread(THREAD, 200_000) as works:
         assert works()
-        drain_gloo(limit_s=60)
+        wait_for_gloo_threads(limit_s=60)
         assert not works()
 
 
@@ -67,7 +67,7 @@ def test_waits_for_a_thread_that_wants_the_lock() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
-    drain_gloo(limit_s=60)
+    wait_for_gloo_threads(limit_s=60)
     assert time.monotonic() >= end - 0.01
     thread.join()
 
@@ -75,14 +75,14 @@ def test_waits_for_a_thread_that_wants_the_lock() -> None:
 def test_waits_no_longer_than_its_limit() -> None:
     with busy_thread(THREAD, 2_000_000) as works:
         begin = time.monotonic()
-        drain_gloo(limit_s=0.05)
+        wait_for_gloo_threads(limit_s=0.05)
         assert works()
         assert time.monotonic() - begin < 1
 
 
 def test_other_threads_and_idle_ones_hold_nothing_up() -> None:
     with busy_thread("somebody else", 2_000_000) as works:
-        drain_gloo(limit_s=60)
+        wait_for_gloo_threads(limit_s=60)
         assert works()
 
 
@@ -101,7 +101,7 @@ def drain_without_names() -> bool:
     started.wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drain, "_are_named", lambda: False)
-        drain.drain_gloo(limit_s=60)
+        drain.wait_for_gloo_threads(limit_s=60)
     return end <= time.monotonic() < end + 20
 
 
@@ -115,7 +115,7 @@ def drain_idle_threads() -> float:
     dist.all_reduce(torch.ones(1))
     groups = [dist.new_group([0, 1]) for _ in range(4)]
     begin = time.monotonic()
-    drain_gloo(limit_s=60)
+    wait_for_gloo_threads(limit_s=60)
     seconds = time.monotonic() - begin
     for group in groups:
         dist.destroy_process_group(group)
@@ -142,7 +142,7 @@ dist.all_reduce_coalesced(tensors)
 
 @pytest.mark.long
 def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
-    """Without drain_gloo, about one in three of these processes aborts."""
+    """Without wait_for_gloo_threads, about one in three of these processes aborts."""
     place = {"STORE": str(tmp_path / "store"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     workers = [
@@ -186,5 +186,5 @@ def destroy_while_held(folder: str) -> None:
 
 @pytest.mark.core
 def test_a_group_that_is_held_after_its_end_does_not_hang(world: Any, tmp_path: Path) -> None:
-    """Without drain_gloo, both processes hang in the first rounds."""
+    """Without wait_for_gloo_threads, both processes hang in the first rounds."""
     world.run(destroy_while_held, str(tmp_path), size=2)
