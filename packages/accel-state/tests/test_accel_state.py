@@ -19,7 +19,7 @@ import accel_state
 
 # Names so general that they are clear only with their module before them: `env.get`, `process.info`.
 WITH_MODULE_ONLY = {
-    "process.control": {"describe", "wait"},
+    "process.methods": {"describe", "wait"},
     "devices.table": {"default_device", "detect", "existing_device", "row"},
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "set", "snapshot", "update"}
     | {"keep_accelerate_environment"},

@@ -116,8 +116,8 @@ from accel_state.parallelism.config import DeepSpeedSequenceParallelConfig as De
 from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig
 from accel_state.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
-from accel_state.process.control import ProcessControl as ProcessControl
 from accel_state.process.info import ProcessInfo as ProcessInfo
+from accel_state.process.methods import ProcessMethods as ProcessMethods
 from accel_state.process.shared_dict import ThreadLocalSharedDict as ThreadLocalSharedDict
 from accel_state.process.state import PartialState as PartialState
 from accel_state.process.state import current_process as current_process

@@ -14,8 +14,8 @@ from accel_state import env
 from accel_state.devices.table import row
 from accel_state.enums import DistributedType, PrecisionType
 from accel_state.process import rendezvous
-from accel_state.process.control import ProcessControl, describe
 from accel_state.process.info import ProcessInfo
+from accel_state.process.methods import ProcessMethods, describe
 from accel_state.process.shared_dict import ThreadLocalSharedDict, shared_dict
 from accel_state.process.state import PartialState
 
@@ -56,7 +56,7 @@ class _Settings:
         return self.parallelism_config.get_device_mesh(PartialState._held().device.type)
 
 
-class AcceleratorState(ProcessControl):
+class AcceleratorState(ProcessMethods):
     """The settings that an Accelerator was made with, and the facts of the process.
 
     Without arguments: a handle on the newest state, which is made from the environment if there is none. With

@@ -42,7 +42,7 @@ from accel_optim.window import Window
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin, ProfileKwargs
-from accel_state.process.control import ProcessControl
+from accel_state.process.methods import ProcessMethods
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -65,7 +65,7 @@ class Accelerator(
     CheckpointControl,
     MeshCoordinates,
     TrackerControl,
-    ProcessControl,
+    ProcessMethods,
 ):
     """Runs an ordinary PyTorch training loop on any number of processes and in any precision.
 

@@ -19,13 +19,13 @@ from accel_state.env import CPUInformation
 from accel_state.logging.tracebacks import set_tracebacks
 from accel_state.logging.warning import warn
 from accel_state.process import failure, hooks, rendezvous
-from accel_state.process.control import ProcessControl, describe, wait
 from accel_state.process.info import ProcessInfo
+from accel_state.process.methods import ProcessMethods, describe, wait
 from accel_state.process.ranks import device_index, find_place
 from accel_state.process.shared_dict import shared_dict
 
 
-class PartialState(ProcessControl):
+class PartialState(ProcessMethods):
     """The facts of this process; making the first one joins or makes the process group.
 
     All instances are handles on the same facts. The number of processes comes from the environment

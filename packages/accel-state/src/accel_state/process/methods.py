@@ -1,6 +1,6 @@
 """Process control: what anything that knows its process can do with it.
 
-`PartialState`, `AcceleratorState` and `accel.Accelerator` inherit `ProcessControl`, so each of these is
+`PartialState`, `AcceleratorState` and `accel.Accelerator` inherit `ProcessMethods`, so each of these is
 written once.
 """
 
@@ -26,7 +26,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class ProcessControl:
+class ProcessMethods:
     """Mixin with all that follows from the process's place in the run.
 
     A subclass provides the property `process`.
@@ -273,7 +273,7 @@ class ProcessControl:
             builtins.print(*args, **kwargs)
 
 
-def describe(control: ProcessControl) -> str:
+def describe(control: ProcessMethods) -> str:
     """Return the place of a process in the run, one fact per line.
 
     Args:

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from accel_state.enums import DistributedType
-from accel_state.process.control import ProcessControl, describe
 from accel_state.process.info import ProcessInfo
+from accel_state.process.methods import ProcessMethods, describe
 from accel_state.process.state import PartialState
 from accel_world.pool import World
 
 SIZES = (1, 2, 3, 4)
 
 
-class Control(ProcessControl):
+class Control(ProcessMethods):
     """A process that is somewhere in a run, without one: for what needs no communication."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1) -> None:
@@ -42,8 +42,8 @@ def test_facts_follow_from_the_process() -> None:
 
 
 def test_mixin_alone_says_what_is_missing() -> None:
-    with pytest.raises(NotImplementedError, match="ProcessControl must provide the property `process`"):
-        _ = ProcessControl().device
+    with pytest.raises(NotImplementedError, match="ProcessMethods must provide the property `process`"):
+        _ = ProcessMethods().device
 
 
 def test_describe_names_every_fact() -> None:
