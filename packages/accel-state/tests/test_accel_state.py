@@ -20,7 +20,7 @@ import accel_state
 # Names so general that they are clear only with their module before them: `env.get`, `process.info`.
 WITH_MODULE_ONLY = {
     "process.methods": {"describe", "wait"},
-    "devices.table": {"default_device", "detect", "existing_device", "row"},
+    "devices.table": {"default_device", "detect", "existing_device", "device_spec"},
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "set", "snapshot", "update"}
     | {"keep_accelerate_environment"},
     "imports.packages": {"install_hint"},
@@ -32,7 +32,7 @@ INTERNAL = {
     "__about__",
     "devices",
     "devices.calls",
-    "devices.row",
+    "devices.spec",
     "env.table",
     "env.variable",
     "imports",

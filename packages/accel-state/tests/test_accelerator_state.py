@@ -17,7 +17,7 @@ from accel_state.accelerator_state import (
     do_nothing,
     is_initialized,
 )
-from accel_state.devices.row import DeviceRow
+from accel_state.devices.spec import DeviceSpec
 from accel_state.enums import DistributedType
 from accel_state.parallelism.config import ParallelismConfig
 from accel_state.process.state import PartialState
@@ -115,8 +115,8 @@ def test_unknown_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_precision_that_the_hardware_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = DeviceRow("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset({"bf16"}), lambda: True)
-    monkeypatch.setattr(accelerator_state, "row", lambda device: limited)
+    limited = DeviceSpec("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset({"bf16"}), lambda: True)
+    monkeypatch.setattr(accelerator_state, "device_spec", lambda device: limited)
 
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
     with pytest.raises(ValueError, match=r"'fp16' is not available on cpu; allowed here: no, bf16\."):

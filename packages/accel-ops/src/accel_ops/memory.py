@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_ops.signatures import signature
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.process.state import current_process
 
 # What allocators and libraries say when memory does not suffice.
@@ -28,7 +28,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    row(current_process().device).empty_cache()
+    device_spec(current_process().device).empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from accel_ops.collectives.objects import broadcast_object_list
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
@@ -54,7 +54,7 @@ def set_seed(
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)
-    device = row((process or current_process()).device)
+    device = device_spec((process or current_process()).device)
     if device.rng_type == RNGType.XLA:  # torch.manual_seed reaches all others
         device.set_rng_state(seed)
     if deterministic:
@@ -155,7 +155,7 @@ def _generator(
         if generator is None:
             raise ValueError("rng type 'generator' needs a torch.Generator; pass it as `generator`.")
         return generator.get_state, generator.set_state
-    device = row(kind.value)
+    device = device_spec(kind.value)
     if not device.is_available():
         warn(f"rng type {kind.value!r} is left out: there is no {kind.value} device here.")
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.enums import PrecisionType
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def autocast(
     if compute is None:
         return nullcontext()
     needed, dtype = compute
-    allowed = row(device_type).autocast_dtypes
+    allowed = device_spec(device_type).autocast_dtypes
     if needed not in allowed:
         raise ValueError(
             f"mixed_precision={str(precision)!r} needs autocast to {needed}, which device type "

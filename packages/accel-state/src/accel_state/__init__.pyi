@@ -34,7 +34,7 @@ from accel_state.devices.probes import is_xccl_available as is_xccl_available
 from accel_state.devices.probes import is_xpu_available as is_xpu_available
 from accel_state.devices.ram import available_ram as available_ram
 from accel_state.devices.table import DEVICES as DEVICES
-from accel_state.devices.table import DeviceRow as DeviceRow
+from accel_state.devices.table import DeviceSpec as DeviceSpec
 from accel_state.devices.table import get_current_device_type as get_current_device_type
 from accel_state.enums import ComputeEnvironment as ComputeEnvironment
 from accel_state.enums import CustomDtype as CustomDtype

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from accel_state import env
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.enums import DistributedType, PrecisionType
 from accel_state.process import rendezvous
 from accel_state.process.info import ProcessInfo
@@ -315,7 +315,7 @@ def _precision(value: str) -> str:
 
 def _check_precision(precision: str, process: ProcessInfo) -> None:
     # fp8 is not autocast's: the library that runs it says whether the hardware will do.
-    hardware = row(process.device)
+    hardware = device_spec(process.device)
     # "no" needs nothing.
     if precision not in (PrecisionType.BF16, PrecisionType.FP16) or hardware.has_autocast(precision):
         return

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from accel_state.devices import table
-from accel_state.devices.row import DeviceRow
+from accel_state.devices.spec import DeviceSpec
 from accel_state.devices.table import (
     DEVICES,
     default_device,
     detect,
+    device_spec,
     existing_device,
     get_current_device_type,
-    row,
 )
 from accel_state.enums import DistributedType, RNGType
 
@@ -26,8 +26,8 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
 
 
-def _fake(kind: str, count: int = 2) -> DeviceRow:
-    return DeviceRow(
+def _fake(kind: str, count: int = 2) -> DeviceSpec:
+    return DeviceSpec(
         kind,
         DistributedType.MULTI_GPU,
         "nccl",
@@ -63,12 +63,12 @@ def test_every_distributed_type_of_hardware_has_a_row() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
 def test_row_of_a_device(device: torch.device | str) -> None:
-    assert row(device) is DEVICES["cpu"]
+    assert device_spec(device) is DEVICES["cpu"]
 
 
 def test_row_of_an_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Device 'abacus:1' is not known; allowed types: xla.*cpu"):
-        row("abacus:1")
+        device_spec("abacus:1")
 
 
 def test_detection_takes_the_first_hardware(machine_with_cuda: None) -> None:
@@ -147,14 +147,14 @@ def test_autocast_asks_the_hardware_too() -> None:
 
 
 def test_call_without_a_stand_in_goes_to_torch() -> None:
-    entry = DeviceRow("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset(), lambda: True)
+    entry = DeviceSpec("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset(), lambda: True)
 
     assert entry.count() == torch.cpu.device_count()
 
 
 def test_calls_name_what_the_row_or_torch_calls() -> None:
     known = {
-        *vars(DeviceRow),
+        *vars(DeviceSpec),
         *("device_count", "has_bf16", "has_fp16", "barrier"),
     }
     for entry in DEVICES.values():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_state import env
-from accel_state.process import drain
+from accel_state.process import gloo_threads
 from accel_state.process.gloo_threads import wait_for_gloo_threads
 from accel_state.process.state import PartialState
 
@@ -86,7 +86,7 @@ def test_other_threads_and_idle_ones_hold_nothing_up() -> None:
         assert works()
 
 
-def drain_without_names() -> bool:
+def wait_without_names() -> bool:
     """Wait, as with a torch that gives gloo's threads no name, for a thread that Python does not know of."""
     started, end = threading.Event(), time.monotonic() + 0.5
     name = Path("/proc/self/comm").read_text().strip()
@@ -100,17 +100,17 @@ def drain_without_names() -> bool:
     _thread.start_new_thread(work, ())
     started.wait()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drain, "_are_named", lambda: False)
-        drain.wait_for_gloo_threads(limit_s=60)
+        patch.setattr(gloo_threads, "_are_named", lambda: False)
+        gloo_threads.wait_for_gloo_threads(limit_s=60)
     return end <= time.monotonic() < end + 20
 
 
 @pytest.mark.core
 def test_waits_for_threads_without_a_name(world: Any) -> None:
-    assert world.run(drain_without_names, size=1) == [True]
+    assert world.run(wait_without_names, size=1) == [True]
 
 
-def drain_idle_threads() -> float:
+def wait_for_idle_threads() -> float:
     """Return the seconds that it takes while gloo's threads wait and poll."""
     dist.all_reduce(torch.ones(1))
     groups = [dist.new_group([0, 1]) for _ in range(4)]
@@ -124,7 +124,7 @@ def drain_idle_threads() -> float:
 
 @pytest.mark.core
 def test_idle_threads_of_gloo_hold_nothing_up(world: Any) -> None:
-    assert max(world.run(drain_idle_threads, size=2)) < 20
+    assert max(world.run(wait_for_idle_threads, size=2)) < 20
 
 
 EXIT_RIGHT_AFTER_A_COLLECTIVE = """

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_state.devices.row import DeviceRow
+from accel_state.devices.spec import DeviceSpec
 from accel_state.devices.table import DEVICES
 from accel_state.enums import DistributedType
 from accel_state.env import CPUInformation
@@ -12,9 +12,9 @@ from accel_world.pool import World
 CPU = DEVICES["cpu"]
 
 
-def hardware(count: int, **options: object) -> DeviceRow:
+def hardware(count: int, **options: object) -> DeviceSpec:
     """Describe hardware with some devices; nothing of it is touched by finding a place."""
-    return DeviceRow(
+    return DeviceSpec(
         "cuda",
         DistributedType.MULTI_GPU,
         "nccl",
@@ -84,7 +84,7 @@ def test_slurm_tells_uneven_tasks_by_the_machine(
 
 def test_runtime_of_the_hardware_is_asked_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, RANK=1, WORLD_SIZE=3)
-    row = DeviceRow(
+    spec = DeviceSpec(
         "xla",
         DistributedType.XLA,
         "xla",
@@ -94,7 +94,7 @@ def test_runtime_of_the_hardware_is_asked_before_the_environment(monkeypatch: py
         calls={"launched_as": lambda: (3, 4, 1, 2)},
     )
 
-    assert ranks.find_place(row, {}) == CPUInformation(3, 4, 1, 2)
+    assert ranks.find_place(spec, {}) == CPUInformation(3, 4, 1, 2)
 
 
 @pytest.mark.parametrize("options", [{"rank": 2, "world_size": 2}, {"rank": 1}, {"world_size": 2}])

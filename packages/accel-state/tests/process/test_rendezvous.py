@@ -145,12 +145,12 @@ def test_explicit_store_rank_and_size(world: World, tmp_path: Path) -> None:
 def test_a_process_that_nobody_launched_binds_its_group_to_the_current_device() -> None:
     """torch rejects a device without an index, which the device of such a process is."""
     cuda = DEVICES["cuda"]
-    row = replace(cuda, calls={**cuda.calls, "current_device": lambda: 3})
+    spec = replace(cuda, calls={**cuda.calls, "current_device": lambda: 3})
     alone, options = CPUInformation(0, 1, 0, 1), {"store": dist.HashStore()}
 
-    lone = rendezvous._settings(row, alone, torch.device("cuda"), options)
+    lone = rendezvous._settings(spec, alone, torch.device("cuda"), options)
     assert lone["device_id"] == torch.device("cuda", 3)
-    one_of_two = rendezvous._settings(row, CPUInformation(1, 2, 1, 2), torch.device("cuda", 1), options)
+    one_of_two = rendezvous._settings(spec, CPUInformation(1, 2, 1, 2), torch.device("cuda", 1), options)
     assert one_of_two["device_id"] == torch.device("cuda", 1)
     assert "device_id" not in rendezvous._settings(DEVICES["cpu"], alone, torch.device("cpu"), options)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accel_state import env
 from accel_state.devices import affinity, table
-from accel_state.devices.row import DeviceRow
+from accel_state.devices.spec import DeviceSpec
 from accel_state.enums import DistributedType
 from accel_state.process import state as state_module
 from accel_state.process.info import ProcessInfo
@@ -150,7 +150,7 @@ def test_bad_environment_is_refused(
 
 
 def test_hardware_for_one_process_gives_way_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    single = DeviceRow("mps", DistributedType.NO, None, None, frozenset(), lambda: True, indexed=False)
+    single = DeviceSpec("mps", DistributedType.NO, None, None, frozenset(), lambda: True, indexed=False)
     monkeypatch.setattr(table, "DEVICES", {"mps": single, "cpu": table.DEVICES["cpu"]})
     monkeypatch.delenv("ACCELERATE_USE_CPU")
 

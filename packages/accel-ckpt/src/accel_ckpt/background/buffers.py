@@ -12,7 +12,7 @@ import torch
 from accel_ckpt.files.digests import THREADS
 from accel_ckpt.files.threads import Threads
 from accel_ops.collectives.pack_parts import as_bytes
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -99,7 +99,7 @@ class Memory:
         """Wait until all copies are there, from whichever devices they come."""
         self.wait_for_cpu()
         for device in {data.device for data in self._sources}:
-            row(device).synchronize(device)
+            device_spec(device).synchronize(device)
         self._sources = []
 
     def _copy_bytes(self, copy: Any, data: Any) -> None:

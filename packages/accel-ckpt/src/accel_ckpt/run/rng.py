@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
@@ -31,7 +31,7 @@ def get_rng_state(process: ProcessInfo) -> dict[str, Any]:
 
         states["numpy_random_seed"] = np.random.get_state()
     if process.device.type != "cpu":
-        states[device_key(process)] = [row(process.device).get_rng_state()]
+        states[device_key(process)] = [device_spec(process.device).get_rng_state()]
     return states
 
 
@@ -59,7 +59,7 @@ def set_rng_state(states: dict[str, Any], process: ProcessInfo) -> list[str]:
     if process.device.type != "cpu":
         expected.append(device_key(process))
         if device_key(process) in states:
-            row(process.device).set_rng_state(_own(states[device_key(process)], process))
+            device_spec(process.device).set_rng_state(_own(states[device_key(process)], process))
     return [name for name in expected if name not in states]
 
 

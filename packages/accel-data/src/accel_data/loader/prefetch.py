@@ -13,7 +13,7 @@ from accel_data.loader.read_ahead import RandomUse
 from accel_data.order.shares import Fill, Share
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.walk import children, find_path, flatten, recursively_apply
-from accel_state.devices.table import DEVICES, DeviceRow
+from accel_state.devices.table import DEVICES, DeviceSpec
 
 
 class Copy(NamedTuple):
@@ -39,7 +39,7 @@ class SideStream:
         non_blocking: Let the device wait for a copy, where it must be finished, and not this process.
     """
 
-    def __init__(self, entry: DeviceRow, device: torch.device, non_blocking: bool) -> None:
+    def __init__(self, entry: DeviceSpec, device: torch.device, non_blocking: bool) -> None:
         self._row = entry
         self._device = device
         self._non_blocking = non_blocking

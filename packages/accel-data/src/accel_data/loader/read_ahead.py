@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from accel_data.order.global_order import IsolatedRNG, global_states
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 
 _BRIEF_S = 0.0002
 """A step that is used no longer than this is done with before waking a thread has paid for itself."""
@@ -132,7 +132,7 @@ class _Reader(Generic[_T]):
         _open.discard(self)
 
     def _run(self) -> None:
-        row(self._device).set_device(self._device.index)  # these two are settings of a thread
+        device_spec(self._device).set_device(self._device.index)  # these two are settings of a thread
         torch.set_grad_enabled(self._grad)
         while self._asked.get():
             self._done.put(self._attempt())

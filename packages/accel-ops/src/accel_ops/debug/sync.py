@@ -195,7 +195,7 @@ def _generators(process: ProcessInfo) -> list[_Entry]:
         "NumPy's": repr([numpy.asarray(item).tolist() for item in numpy.random.get_state()]).encode(),
         "torch's": _bytes(torch.get_rng_state()),
     }
-    device = table.row(process.device)
+    device = table.device_spec(process.device)
     if device.rng_type not in (RNGType.TORCH, None) and process.device.type != "cpu":
         states[f"the {process.device.type} device's"] = _bytes(torch.as_tensor(device.get_rng_state()).cpu())
     return [

@@ -1,6 +1,6 @@
-"""Functions of single device types that differ from those of `torch.<type>`; their rows name them.
+"""Functions of single device types that differ from those of `torch.<type>`; their specs name them.
 
-Each mapping goes by the name of the `DeviceRow` method or of the torch function that it stands in for.
+Each key is the name of the `DeviceSpec` method or of the torch function that the function replaces.
 """
 
 from __future__ import annotations

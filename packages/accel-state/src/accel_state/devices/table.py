@@ -1,9 +1,9 @@
 """The table of device types: which hardware there is, and how each kind is addressed.
 
-One row per device type, tried in the table's order. No other module branches on a device type: whoever
-needs a generator, a memory figure or a communication backend asks the row of the device. A vendor's package
-(torch_npu, torch_xla ...) is imported when its row is first used, and only where it is installed. Looking
-for hardware leaves CUDA uninitialised, so that processes can still be forked afterwards.
+One `DeviceSpec` per device type, tried in the table's order. No other module branches on a device type:
+code that needs a generator, a memory figure or a communication backend calls the spec of the device. A
+vendor's package (torch_npu, torch_xla ...) is imported when its spec is first used, and only where it is
+installed. Detecting hardware leaves CUDA uninitialised, so that processes can still be forked afterwards.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import torch
 
 from accel_state import env
 from accel_state.devices import calls, probes
-from accel_state.devices.row import DeviceRow
+from accel_state.devices.spec import DeviceSpec
 from accel_state.enums import DistributedType, RNGType
 from accel_state.logging.warning import warn
 
 __all__ = [
     "DEVICES",
-    "DeviceRow",
+    "DeviceSpec",
     "default_device",
     "detect",
+    "device_spec",
     "existing_device",
     "get_current_device_type",
-    "row",
 ]
 
-# What the kind has as a rule; has_bf16 and has_fp16 in `calls` ask the device where that differs by model.
+# What the type usually supports; has_bf16 and has_fp16 in `calls` query the device where models differ.
 _HALF = frozenset({"bf16", "fp16"})
 _BF16 = frozenset({"bf16"})
 
-DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
+DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {
-        row.type: row
-        for row in (
+        spec.type: spec
+        for spec in (
             # Not tried for availability by an import alone: xla_is_available asks for
             # the hardware behind torch_xla.
-            DeviceRow(
+            DeviceSpec(
                 "xla",
                 DistributedType.XLA,
                 "xla",
@@ -54,7 +54,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 single_type=DistributedType.XLA,
                 calls=calls.XLA,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "npu",
                 DistributedType.MULTI_NPU,
                 "hccl",
@@ -65,7 +65,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 visible_devices="ASCEND_RT_VISIBLE_DEVICES",
                 streams=True,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "mlu",
                 DistributedType.MULTI_MLU,
                 "cncl",
@@ -76,7 +76,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 visible_devices="MLU_VISIBLE_DEVICES",
                 streams=True,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "sdaa",
                 DistributedType.MULTI_SDAA,
                 "tccl",
@@ -87,7 +87,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 visible_devices="SDAA_VISIBLE_DEVICES",
                 streams=True,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "musa",
                 DistributedType.MULTI_MUSA,
                 "mccl",
@@ -99,7 +99,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 streams=True,
             ),
             # A process opens the next free module by itself, so the device has no index.
-            DeviceRow(
+            DeviceSpec(
                 "hpu",
                 DistributedType.MULTI_HPU,
                 "hccl",
@@ -110,7 +110,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 indexed=False,
                 calls=calls.HPU,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "neuron",
                 DistributedType.MULTI_NEURON,
                 "neuron",
@@ -120,7 +120,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 extension="torch_neuronx",
                 visible_devices="NEURON_RT_VISIBLE_CORES",
             ),
-            DeviceRow(
+            DeviceSpec(
                 "cuda",
                 DistributedType.MULTI_GPU,
                 "nccl",
@@ -132,7 +132,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 calls=calls.CUDA,
                 streams=True,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "xpu",
                 DistributedType.MULTI_XPU,
                 "xccl",
@@ -142,7 +142,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 visible_devices="ZE_AFFINITY_MASK",
                 streams=True,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "mps",
                 # One device, and no communication backend for it: several processes
                 # run on the CPU (see `_where`).
@@ -154,7 +154,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 indexed=False,
                 calls=calls.MPS,
             ),
-            DeviceRow(
+            DeviceSpec(
                 "cpu",
                 DistributedType.MULTI_CPU,
                 "gloo",
@@ -170,17 +170,17 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
 """Every device type, in the order in which hardware is looked for."""
 
 
-def row(device: torch.device | str) -> DeviceRow:
-    """Return the row of a device.
+def device_spec(device: torch.device | str) -> DeviceSpec:
+    """Return the spec of a device.
 
     Args:
         device: A device, or its name with or without an index ("cuda", "cuda:1").
 
     Returns:
-        The row.
+        The spec.
 
     Raises:
-        ValueError: If there is no such row.
+        ValueError: If the type is unknown.
     """
     name = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
     if name not in DEVICES:
@@ -188,30 +188,30 @@ def row(device: torch.device | str) -> DeviceRow:
     return DEVICES[name]
 
 
-def detect(cpu: bool = False) -> DeviceRow:
-    """Find the hardware that this process is to run on.
+def detect(cpu: bool = False) -> DeviceSpec:
+    """Detect the hardware that this process runs on.
 
-    In order: `cpu` or ACCELERATE_USE_CPU, then ACCELERATE_TORCH_DEVICE, then the first row with a device.
+    In order: `cpu` or ACCELERATE_USE_CPU, then ACCELERATE_TORCH_DEVICE, then the first type with a device.
 
     Args:
-        cpu: Run on the CPU whatever else there is.
+        cpu: Run on the CPU, whatever other hardware there is.
 
     Returns:
-        The row of the hardware.
+        The spec of the hardware.
 
     Raises:
         ValueError: If ACCELERATE_TORCH_DEVICE names an unknown type, or one that is not here.
     """
-    asked = env.get("ACCELERATE_TORCH_DEVICE")
+    requested = env.get("ACCELERATE_TORCH_DEVICE")
     if cpu or env.get("ACCELERATE_USE_CPU"):
-        if asked and row(asked).type != "cpu":
+        if requested and device_spec(requested).type != "cpu":
             warn(
-                f"ACCELERATE_TORCH_DEVICE={asked} is ignored, because the CPU was asked for (cpu=True or "
+                f"ACCELERATE_TORCH_DEVICE={requested} is ignored, because the CPU was requested (cpu=True or "
                 "ACCELERATE_USE_CPU). Unset one of the two.",
             )
         return DEVICES["cpu"]
-    if asked:
-        return _asked(asked)
+    if requested:
+        return _requested_spec(requested)
     return next(entry for entry in DEVICES.values() if entry.is_available())
 
 
@@ -219,7 +219,7 @@ def default_device(cpu: bool = False) -> torch.device:
     """Return the device of a process that runs alone, without touching it.
 
     Args:
-        cpu: Run on the CPU whatever else there is.
+        cpu: Run on the CPU, whatever other hardware there is.
 
     Returns:
         The device that ACCELERATE_TORCH_DEVICE names, with its index; else the device of `detect`, without
@@ -228,72 +228,71 @@ def default_device(cpu: bool = False) -> torch.device:
     Raises:
         ValueError: As `detect`.
     """
-    found = detect(cpu)
-    return found.device(found.asked_index())
+    spec = detect(cpu)
+    return spec.device(spec.requested_index())
 
 
 def existing_device(device: int | str | torch.device) -> torch.device:
     """Return a device that this process can put tensors on.
 
     Args:
-        device: A device or its name; an integer counts the accelerators. "meta" is always there.
+        device: A device or its name; an integer counts the accelerators. "meta" is always available.
 
     Returns:
         The device.
 
     Raises:
-        ValueError: If it is not a device, or not here.
+        ValueError: If it is not a device, or not available.
     """
-    here = [entry for entry in DEVICES.values() if entry.is_available()]  # the CPU comes last
-    found = None
-    # An integer counts the devices of the first kind found; torch.device(0) would leave the kind to torch.
+    available = [entry for entry in DEVICES.values() if entry.is_available()]  # the CPU comes last
+    result = None
+    # An integer counts the devices of the first type found; torch.device(0) would leave the type to torch.
     if not isinstance(device, int):
         with suppress(RuntimeError):
-            found = torch.device(device)
-    elif here[0].type != "cpu":
-        found = torch.device(here[0].type, device)
-    if found is not None and (found.type == "meta" or _is_here(found, DEVICES.get(found.type))):
-        return found
-    kinds = ", ".join(f"{entry.type} ({entry.count()})" for entry in here)
+            result = torch.device(device)
+    elif available[0].type != "cpu":
+        result = torch.device(available[0].type, device)
+    if result is not None and (result.type == "meta" or _is_available(result, DEVICES.get(result.type))):
+        return result
+    kinds = ", ".join(f"{entry.type} ({entry.count()})" for entry in available)
     raise ValueError(f"There is no device {device} here. Devices by type: {kinds}.")
 
 
-def _is_here(device: torch.device, entry: DeviceRow | None) -> bool:
+def _is_available(device: torch.device, entry: DeviceSpec | None) -> bool:
     return entry is not None and entry.is_available() and (device.index or 0) < entry.count()
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return what kind of accelerator this process has, without initialising it.
+    """Return the type of accelerator of this process, without initialising it.
 
     Returns:
         Its type and the distributed type of several processes on it; ("cuda", "MULTI_GPU") where there is no
-        accelerator that several processes use by a communication backend of their own.
+        accelerator that has its own communication backend.
     """
-    several = [entry for name, entry in DEVICES.items() if name not in ("xla", "mps", "cpu")]
-    found = next((entry for entry in several if entry.is_available()), DEVICES["cuda"])
-    return found.type, found.distributed_type.value
+    accelerators = [entry for name, entry in DEVICES.items() if name not in ("xla", "mps", "cpu")]
+    spec = next((entry for entry in accelerators if entry.is_available()), DEVICES["cuda"])
+    return spec.type, spec.distributed_type.value
 
 
-def _asked(name: str) -> DeviceRow:
+def _requested_spec(name: str) -> DeviceSpec:
     kind, _, index = name.partition(":")
     if kind not in DEVICES or not (index.isdigit() or ":" not in name):
         raise ValueError(
             f"ACCELERATE_TORCH_DEVICE={name} is not a device; give one of {', '.join(DEVICES)}, with or "
-            "without "
-            'an index ("cuda:1").'
+            'without an index ("cuda:1").'
         )
-    found = DEVICES[kind]
-    if not found.is_available():
-        here = ", ".join(entry.type for entry in DEVICES.values() if entry.is_available())
-        hint = f" (it needs the package {found.extension})" if found.extension else ""
+    spec = DEVICES[kind]
+    if not spec.is_available():
+        available = ", ".join(entry.type for entry in DEVICES.values() if entry.is_available())
+        hint = f" (it needs the package {spec.extension})" if spec.extension else ""
         raise ValueError(
             f"ACCELERATE_TORCH_DEVICE={name}, but this process has no {kind} device{hint}; available: "
-            f"{here}. Set it to one of these or unset it."
+            f"{available}. Set it to one of these or unset it."
         )
-    # torch itself accepts any index, and fails only when the first tensor is put there.
-    if found.indexed and index and int(index) >= found.count():
+    # torch accepts any index, and fails only when the first tensor is put there.
+    if spec.indexed and index and int(index) >= spec.count():
         raise ValueError(
-            f"ACCELERATE_TORCH_DEVICE={name}, but this process sees {found.count()} {kind} device(s); "
+            f"ACCELERATE_TORCH_DEVICE={name}, but this process sees {spec.count()} {kind} device(s); "
             "indices count from 0."
         )
-    return found
+    return spec

@@ -1,8 +1,4 @@
-"""Process control: what anything that knows its process can do with it.
-
-`PartialState`, `AcceleratorState` and `accel.Accelerator` inherit `ProcessMethods`, so each of these is
-written once.
-"""
+"""The methods that `PartialState`, `AcceleratorState` and `accel.Accelerator` share: ranks, barriers, decorators."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.enums import DistributedType
 from accel_state.process import hooks, rendezvous
 from accel_state.process.split import split
@@ -273,20 +269,20 @@ class ProcessMethods:
             builtins.print(*args, **kwargs)
 
 
-def describe(control: ProcessMethods) -> str:
+def describe(state: ProcessMethods) -> str:
     """Return the place of a process in the run, one fact per line.
 
     Args:
-        control: Anything that knows its process.
+        state: Anything with the property `process`.
     """
     try:
-        process = control.process
+        process = state.process
     # A repr must not fail, also on a handle after a reset.
     except AttributeError:
-        return f"{type(control).__name__}(reset)"
+        return f"{type(state).__name__}(reset)"
     backend = f"  Backend: {process.backend}" if process.backend else ""
     return (
-        f"Distributed environment: {control.distributed_type}{backend}\n"
+        f"Distributed environment: {state.distributed_type}{backend}\n"
         f"Num processes: {process.world_size}\n"
         f"Process index: {process.rank}\n"
         f"Local process index: {process.local_rank}\n"
@@ -312,7 +308,7 @@ def wait(process: ProcessInfo) -> None:
         )
     # Before the barrier, out of which no process could be got again.
     hooks.waits(process)
-    rendezvous.barrier(row(process.device), process.device)
+    rendezvous.barrier(device_spec(process.device), process.device)
 
 
 def _given(method: str, name: str, index: int | None) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_state import env
-from accel_state.devices.row import DeviceRow
+from accel_state.devices.spec import DeviceSpec
 from accel_state.env import CPUInformation
 from accel_state.process.rendezvous import has_group
 from accel_state.process.slurm import tasks_on_machine
 
 
-def find_place(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
+def find_place(spec: DeviceSpec, options: Mapping[str, Any]) -> CPUInformation:
     """Return this process's place in the run.
 
     An existing group knows rank and size; else explicit options, the device's runtime, and the environment
@@ -22,7 +22,7 @@ def find_place(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
     machine is assumed.
 
     Args:
-        row: The hardware.
+        spec: The hardware.
         options: Checked options of `init_process_group`.
 
     Returns:
@@ -37,7 +37,7 @@ def find_place(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
     if "world_size" in options or "rank" in options:
         return _on_machine(int(options.get("rank", -1)), int(options.get("world_size", -1)))
     # On TPUs the runtime numbers the processes, and no launcher does.
-    runtime = row.launched_as()
+    runtime = spec.launched_as()
     if runtime is not None:
         return CPUInformation(*runtime)
     found = env.get_cpu_distributed_information()
@@ -71,11 +71,11 @@ def _local(rank: int, world_size: int) -> tuple[int, int]:
     return env.get_int_from_env(env._LOCAL_RANK, rank), env.get_int_from_env(env._LOCAL_SIZE, world_size)
 
 
-def device_index(row: DeviceRow, facts: CPUInformation) -> int | None:
+def device_index(spec: DeviceSpec, facts: CPUInformation) -> int | None:
     """Return the index of this process's device, or None for the current one.
 
     Args:
-        row: The hardware.
+        spec: The hardware.
         facts: This process's place in the run.
 
     Returns:
@@ -86,19 +86,19 @@ def device_index(row: DeviceRow, facts: CPUInformation) -> int | None:
         ValueError: If there are fewer devices than processes on this machine.
     """
     if facts.world_size == 1:
-        return row.asked_index()
-    if not row.indexed:
+        return spec.requested_index()
+    if not spec.indexed:
         return None
-    count = row.count()
+    count = spec.count()
     if facts.local_rank < count:
         return facts.local_rank
-    restricted = row.visible_devices is not None and env.is_set(row.visible_devices)
+    restricted = spec.visible_devices is not None and env.is_set(spec.visible_devices)
     # srun with a GPU for each task shows one; workers of torchrun all see the same devices.
     if count == 1 and restricted and not env.is_set("TORCHELASTIC_RUN_ID"):
         return 0
     raise ValueError(
-        f"Local rank {facts.local_rank} has no device of its own: this process sees {count} {row.type} "
+        f"Local rank {facts.local_rank} has no device of its own: this process sees {count} {spec.type} "
         f"device(s) for {facts.local_world_size} processes on this machine. Start at most {count} per machine"
-        + (f", or widen {row.visible_devices}" if restricted else "")
+        + (f", or widen {spec.visible_devices}" if restricted else "")
         + ", or run on the CPU (ACCELERATE_USE_CPU=true). On several machines, LOCAL_RANK must be set."
     )

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import env
-from accel_state.devices.table import DeviceRow
+from accel_state.devices.table import DeviceSpec
 from accel_state.env import CPUInformation
 from accel_state.logging.warning import warn
 from accel_state.process.gloo_threads import wait_for_gloo_threads, wait_for_gloo_threads_at_exit
@@ -73,11 +73,11 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]) -> None:
+def start(spec: DeviceSpec, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]) -> None:
     """Make the default process group, unless there is one already.
 
     Args:
-        row: The hardware.
+        spec: The hardware.
         facts: This process's place in the run.
         device: This process's device.
         options: Checked options of `init_process_group`; they win over what the environment says.
@@ -97,41 +97,41 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
             f"WORLD_SIZE={facts.world_size}, but this build of torch has no distributed package. Install a "
             "build that has it, or start one process."
         )
-    settings = _settings(row, facts, device, options)
+    settings = _settings(spec, facts, device, options)
     # Vendors register their backend here, which must be there when the group is made.
-    row.prepare_group(facts.local_world_size)
+    spec.prepare_group(facts.local_world_size)
     dist.init_process_group(**settings)
     _remember(options)
 
 
 def _settings(
-    row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]
+    spec: DeviceSpec, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     # What the user gives comes last, and wins.
-    settings: dict[str, Any] = {"backend": row.backend, **options}
+    settings: dict[str, Any] = {"backend": spec.backend, **options}
     if settings["backend"] == "mpi":  # MPI itself knows ranks and addresses
         return settings
     settings.update(rank=facts.rank, world_size=facts.world_size)
     # A store that the user gives needs no address.
     if "store" not in settings:
-        url = settings.pop("init_method", None) or _init_method(row, settings["backend"])
-        if url == row.init_method:  # the backend's own rendezvous
+        url = settings.pop("init_method", None) or _init_method(spec, settings["backend"])
+        if url == spec.init_method:  # the backend's own rendezvous
             settings["init_method"] = url
         else:
             settings["store"] = open_store(url, facts.rank, facts.world_size, options.get("timeout"))
-    if row.binds_group and settings["backend"] == row.backend and "device_id" not in settings:
-        settings["device_id"] = row.with_index(device)  # torch asks for a number
+    if spec.binds_group and settings["backend"] == spec.backend and "device_id" not in settings:
+        settings["device_id"] = spec.with_index(device)  # torch asks for a number
     return settings
 
 
-def _init_method(row: DeviceRow, backend: str) -> str:
+def _init_method(spec: DeviceSpec, backend: str) -> str:
     # Workers of debug_launcher meet at a file, which needs no free port.
     file = env.get("ACCELERATE_DEBUG_RDV_FILE")
     if file:
         return f"file://{file}"
     # Not for another backend that the user chose: that one needs an address.
-    if row.init_method is not None and backend == row.backend:
-        return row.init_method
+    if spec.init_method is not None and backend == spec.backend:
+        return spec.init_method
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.is_set(name)]
     if missing:
         raise ValueError(
@@ -272,23 +272,23 @@ def destroy(group: Any = None) -> None:
     if group is None:
         for function in _before:
             function()
-        wait_for_gloo_threads()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
+        wait_for_gloo_threads()  # a model in DDP may keep the group alive longer
     dist.destroy_process_group(group)
     # One of several groups may have been destroyed, and ours still be there.
     if not dist.is_initialized():
         _made = None
 
 
-def barrier(row: DeviceRow, device: torch.device) -> None:
+def barrier(spec: DeviceSpec, device: torch.device) -> None:
     """Wait until every process has come here.
 
     Args:
-        row: The hardware.
+        spec: The hardware.
         device: This process's device.
     """
-    if "barrier" in row.calls:
-        row.calls["barrier"]()
-    elif row.binds_group and backend_for(device) == row.backend:
+    if "barrier" in spec.calls:
+        spec.calls["barrier"]()
+    elif spec.binds_group and backend_for(device) == spec.backend:
         dist.barrier(device_ids=[device.index])
     else:
         dist.barrier()

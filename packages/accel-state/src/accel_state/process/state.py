@@ -14,7 +14,7 @@ import torch
 
 from accel_state import env
 from accel_state.devices.affinity import set_numa_affinity
-from accel_state.devices.table import DEVICES, DeviceRow, default_device, detect, row
+from accel_state.devices.table import DEVICES, DeviceSpec, default_device, detect, device_spec
 from accel_state.env import CPUInformation
 from accel_state.logging.tracebacks import set_tracebacks
 from accel_state.logging.warning import warn
@@ -74,7 +74,7 @@ class PartialState(ProcessMethods):
     def set_device(self) -> None:
         """Make the device of this process the current one."""
         device = self.process.device
-        row(device).set_device(device.index)
+        device_spec(device).set_device(device.index)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy a process group; nothing for one process.
@@ -144,11 +144,11 @@ def current_process() -> ProcessInfo:
     if not rendezvous.has_group():
         # RANK and WORLD_SIZE may be set: without a process group this process still works by itself.
         alone = CPUInformation(0, 1, 0, 1)
-        found = detect()
-        return _facts(found, alone, default_device())
+        spec = detect()
+        return _facts(spec, alone, default_device())
     # A group that somebody else has made: nothing is kept, as it may end before the next question.
-    found, facts = _where(False, {})
-    return _facts(found, facts, found.device(device_index(found, facts)))
+    spec, facts = _where(False, {})
+    return _facts(spec, facts, spec.device(device_index(spec, facts)))
 
 
 def wait_for_everyone() -> None:
@@ -163,13 +163,13 @@ def wait_for_everyone() -> None:
 def _initialize(cpu: bool, options: dict[str, Any]) -> None:
     # First of all: a launcher wants to know of whatever fails from here on.
     failure.record_uncaught()
-    found, facts = _where(cpu, options)
-    device = found.device(device_index(found, facts))
+    spec, facts = _where(cpu, options)
+    device = spec.device(device_index(spec, facts))
     # Before the group is made, as NCCL takes the current device.
-    found.set_device(device.index)
+    spec.set_device(device.index)
     if facts.world_size > 1:
-        rendezvous.start(found, facts, device, options)
-    process = _facts(found, facts, device)
+        rendezvous.start(spec, facts, device, options)
+    process = _facts(spec, facts, device)
     if env.get("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(process.local_rank)
     set_tracebacks()
@@ -178,26 +178,26 @@ def _initialize(cpu: bool, options: dict[str, Any]) -> None:
     hooks.joined(process)
 
 
-def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformation]:
-    found = detect(cpu)
-    facts = find_place(found, options)
-    if facts.world_size > 1 and found.backend is None:
+def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceSpec, CPUInformation]:
+    spec = detect(cpu)
+    facts = find_place(spec, options)
+    if facts.world_size > 1 and spec.backend is None:
         warn(
-            f"{found.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
+            f"{spec.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
             "ACCELERATE_USE_CPU=true to ask for that, or start one process.",
         )
         # No error: Apple's GPU, of which there is one, has no communication backend.
-        found = DEVICES["cpu"]
-    return found, facts
+        spec = DEVICES["cpu"]
+    return spec, facts
 
 
-def _facts(found: DeviceRow, facts: CPUInformation, device: torch.device) -> ProcessInfo:
+def _facts(spec: DeviceSpec, facts: CPUInformation, device: torch.device) -> ProcessInfo:
     alone = facts.world_size == 1
     return ProcessInfo(
         *facts,
         device=device,
         backend=rendezvous.backend_for(device) if rendezvous.has_group() else None,
-        distributed_type=found.single_type if alone else found.distributed_type,
+        distributed_type=spec.single_type if alone else spec.distributed_type,
         debug=env.get("ACCELERATE_DEBUG_MODE"),
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.env import CPUInformation
 from accel_state.process import rendezvous
 
@@ -25,4 +25,4 @@ def ensure_group(process: ProcessInfo) -> None:
         alone = CPUInformation(0, 1, 0, 1)
         # In memory: a TCP store would need a free port, and a file store a folder.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        rendezvous.start(row(process.device), alone, process.device, {"store": store})
+        rendezvous.start(device_spec(process.device), alone, process.device, {"store": store})

@@ -23,7 +23,7 @@ from accel.observe.statistics.stragglers import OWN_PARTS, Straggler, find_strag
 from accel.observe.statistics.summary import exchange, next_number, peak_memory, render, summarize
 from accel_data.dispatch.loader import DataLoaderDispatcher
 from accel_ops.trees.tensors import ignorant_find_batch_size
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Statistics(Observer):
         self.loaders = run.engine.loaders
         self.number = next_number(run.process)
         device = run.process.device
-        synchronize = partial(row(device).synchronize, device) if settings.synchronize else None
+        synchronize = partial(device_spec(device).synchronize, device) if settings.synchronize else None
         self.clock = Clock(synchronize)
         self.started = time.time()
         self.steps = self.samples = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.observe.statistics.clock import PARTS
 from accel_ops.debug.session import default_store
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
@@ -22,7 +22,7 @@ ANSWER_S = 30.0
 
 def peak_memory(process: ProcessInfo) -> dict[str, int]:
     """Return the most memory that this process had, in bytes: of the host, and of tensors on its device."""
-    peaks = {"host": 0, "device": row(process.device).max_memory_allocated()}
+    peaks = {"host": 0, "device": device_spec(process.device).max_memory_allocated()}
     try:
         import resource
     except ImportError:  # Windows

@@ -247,7 +247,7 @@ class TrainingRecorder(Observer):
         """The states of torch's generators, by which draws are noticed."""
         states = [torch.get_rng_state()]
         if self._run.process.device.type != "cpu":
-            states.append(torch.as_tensor(table.row(self._run.process.device).get_rng_state()))
+            states.append(torch.as_tensor(table.device_spec(self._run.process.device).get_rng_state()))
         return states
 
     def _note_root(self, module: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_state.devices.table import row
+from accel_state.devices.table import device_spec
 
 
 class SharedDraws:
@@ -76,10 +76,10 @@ class SharedDraws:
         state = torch.get_rng_state()
         if self._device.type == "cpu":
             return state
-        return torch.cat([state, torch.as_tensor(row(self._device).get_rng_state())])
+        return torch.cat([state, torch.as_tensor(device_spec(self._device).get_rng_state())])
 
     def _set_state(self, state: torch.Tensor) -> None:
         size = torch.get_rng_state().numel()
         torch.set_rng_state(state[:size])
         if self._device.type != "cpu":
-            row(self._device).set_rng_state(state[size:])
+            device_spec(self._device).set_rng_state(state[size:])

@@ -1,4 +1,4 @@
-"""A row of the device table: what one device type is called, and how its runtime is called."""
+"""The spec of a device type: its names, and how to call its runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_state.enums import DistributedType, RNGType
 
 
 @dataclass(frozen=True)
-class DeviceRow:
+class DeviceSpec:
     """A device type: its names, and how its runtime is called.
 
     The methods go to the module that torch has for the type (`torch.cuda`, `torch.npu` ...), but for those
@@ -75,9 +75,9 @@ class DeviceRow:
             return torch.device(self.calls["device"]())
         return torch.device(self.type) if index is None else torch.device(self.type, index)
 
-    def asked_index(self) -> int | None:
+    def requested_index(self) -> int | None:
         """Return the index that ACCELERATE_TORCH_DEVICE gives for this hardware, or None."""
-        # Of this type alone: the variable may ask for another device than this row's.
+        # Of this type alone: the variable may name a device of another type.
         kind, _, index = str(env.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")
         return int(index) if kind == self.type and index else None
 
