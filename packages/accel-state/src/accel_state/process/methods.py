@@ -1,4 +1,4 @@
-"""The methods that `PartialState`, `AcceleratorState` and `accel.Accelerator` share: ranks, barriers, decorators."""
+"""Methods that `PartialState`, `AcceleratorState` and `Accelerator` share: ranks, barriers, decorators."""
 
 from __future__ import annotations
 
