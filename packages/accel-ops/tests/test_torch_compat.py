@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
-from accel_ops.torch_compat import own_part
+from accel_ops.torch_compat import shard_replicated
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
 
@@ -13,7 +13,7 @@ def parts() -> list[torch.Tensor]:
     """The parts of tensors that differ between processes, which tells whose they are."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(6).view(3, 2) + 100 * dist.get_rank()
-    found = [own_part(whole, mesh, [placement]) for placement in PLACEMENTS]
+    found = [shard_replicated(whole, mesh, [placement]) for placement in PLACEMENTS]
     assert all(part.shape == whole.shape for part in found)
     return [part.to_local() for part in found]
 
@@ -30,7 +30,7 @@ def test_each_process_cuts_its_part_of_its_own_tensor(world):
 def nested() -> tuple[torch.Tensor, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     whole = torch.arange(8.0, requires_grad=True)
-    part = own_part(whole, mesh, [Replicate(), Shard(0)])
+    part = shard_replicated(whole, mesh, [Replicate(), Shard(0)])
     return part.to_local().detach(), part.requires_grad and part.is_leaf
 
 

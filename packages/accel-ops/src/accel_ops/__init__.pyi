@@ -10,7 +10,7 @@ from accel_ops.collectives.operations import reduce as reduce
 from accel_ops.collectives.padding import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_ops.collectives.padding import pad_across_processes as pad_across_processes
 from accel_ops.collectives.padding import pad_input_tensors as pad_input_tensors
-from accel_ops.debug.contract import DistributedOperationException as DistributedOperationException
+from accel_ops.debug.check_collectives import DistributedOperationException as DistributedOperationException
 from accel_ops.debug.sync import verify_sync as verify_sync
 from accel_ops.memory import clear_device_cache as clear_device_cache
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from accel_ops.modules import unsaved_buffers
-from accel_ops.torch_compat import own_part
+from accel_ops.torch_compat import shard_replicated
 from accel_state.devices.table import DEVICES, existing_device
 from accel_state.logging.warning import warn
 
@@ -341,7 +341,7 @@ def _fitting(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             f"the parameter is a {type(old).__name__}, and its value a plain tensor, which would replace it. "
             f"Give a {type(old).__name__}, or set the value before the model is converted."
         )
-    return own_part(value.detach(), old.device_mesh, old.placements)
+    return shard_replicated(value.detach(), old.device_mesh, old.placements)
 
 
 def _kept_dtype(old: torch.Tensor, data: torch.Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def shard_replicated(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Cut this process's part out of a whole tensor that every process has; nothing is sent.
 
     Args:

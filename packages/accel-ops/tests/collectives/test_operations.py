@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_ops.collectives import pack
 from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, gather, reduce
 from accel_ops.collectives.pack import SMALL_BYTES
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 from accel_ops.collectives.padding import pad_across_processes
-from accel_ops.torch_compat import own_part
+from accel_ops.torch_compat import shard_replicated
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState, current_process
@@ -268,7 +268,7 @@ def dtensor() -> torch.Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
-    return own_part(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    return shard_replicated(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
 def error_of_odd(name: str, kind: str) -> str:

@@ -5,9 +5,9 @@ import weakref
 import pytest
 import torch
 
-from accel_ops.collectives import pack, pack_parts
+from accel_ops.collectives import pack, pack_sections
 from accel_ops.collectives.pack import Plan, plan
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_small_results_share_memory_and_others_do_not() -> None:
         back = round_trip([torch.zeros(n) for _ in range(4)], 2)
         return len({tensor.untyped_storage().data_ptr() for tensor in back})
 
-    fits = pack_parts.SHARED_BYTES // (4 * 2 * 4)
+    fits = pack_sections.SHARED_BYTES // (4 * 2 * 4)
     assert storages(fits) == 1
     assert storages(fits + 1) == 4
 
@@ -189,7 +189,7 @@ def test_nobody_gets_buffers_that_are_in_use() -> None:
 
 
 def test_large_buffers_are_not_kept() -> None:
-    tensors = [torch.zeros(pack_parts.SHARED_BYTES // 4), torch.zeros(1)]
+    tensors = [torch.zeros(pack_sections.SHARED_BYTES // 4), torch.zeros(1)]
     (pack,) = plan(tensors).packs
     buffers = pack.buffers()
     pack.keep(buffers)

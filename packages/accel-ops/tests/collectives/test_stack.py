@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_ops.collectives import stack
-from accel_ops.collectives.pack_parts import SHARED_BYTES, as_bytes
+from accel_ops.collectives.pack_sections import SHARED_BYTES, as_bytes
 from accel_ops.collectives.stack import stack_if_alike
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]

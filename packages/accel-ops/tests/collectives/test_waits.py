@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives import waits
-from accel_ops.debug.session import default_store
+from accel_ops.debug.store import default_store
 from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.core

@@ -159,7 +159,7 @@ def in_parts(changed: str) -> Any:
             getattr(model, changed).to_local()[0] += 0.5
     own = model.own
     try:
-        return verify_sync(model, is_part=lambda item: item is own)
+        return verify_sync(model, is_shard=lambda item: item is own)
     except DistributedOperationException as error:
         return str(error)
 

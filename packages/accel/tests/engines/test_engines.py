@@ -13,7 +13,7 @@ from accel.accelerator import Accelerator
 from accel.engines import ENGINES, Engine, find_engine
 from accel.engines.ddp.engine import DDPEngine
 from accel.engines.single import SingleEngine
-from accel_ops.debug.contract import DistributedOperationException
+from accel_ops.debug.check_collectives import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 from accel_state.env import patch_environment

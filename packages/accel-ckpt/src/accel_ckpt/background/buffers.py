@@ -11,7 +11,7 @@ import torch
 
 from accel_ckpt.files.digests import THREADS
 from accel_ckpt.files.threads import Threads
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 from accel_state.devices.table import device_spec
 
 if TYPE_CHECKING:

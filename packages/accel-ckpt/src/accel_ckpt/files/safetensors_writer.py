@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 
 _NAMES = {  # in the order of the library: by size, and then its own
     "bool": "BOOL",

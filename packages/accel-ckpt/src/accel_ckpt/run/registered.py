@@ -24,7 +24,7 @@ from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_parts
-from accel_ops.torch_compat import own_part
+from accel_ops.torch_compat import shard_replicated
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.info import ProcessInfo
 
@@ -202,7 +202,7 @@ def _laid_out(value: torch.Tensor, present: Any) -> torch.Tensor:
     if not isinstance(present, DTensor) or present.shape != value.shape:
         return value
     whole = value.to(present.device_mesh.device_type)
-    return own_part(whole, present.device_mesh, present.placements)
+    return shard_replicated(whole, present.device_mesh, present.placements)
 
 
 def _fits(present: Any, entry: Any) -> bool:

@@ -22,7 +22,7 @@ from accel_ckpt.files.disk import flush, replacing
 from accel_ckpt.files.safetensors_writer import DTYPES, make_header
 from accel_ckpt.folder import manifest
 from accel_ckpt.sharded.dcp_reader import METADATA, Piece, pieces_of, read_metadata, read_piece
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 from accel_state.logging.warning import warn
 
 

@@ -18,7 +18,7 @@ from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.files.safetensors_writer import DTYPES
 from accel_ckpt.files.threads import Threads
 from accel_ckpt.weights.files import WeightFile
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 
 _PIECE_BYTES = 2**22  # that one thread reads
 

@@ -31,7 +31,7 @@ from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.paths import check_inside, listed_file
 from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
 from accel_ckpt.weights.readers import check_not_in_use, note_reader
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 
 INDEX = "index.json"
 

@@ -23,7 +23,7 @@ from accel_data.order.samplers import AllShards, BatchSamplerShard
 from accel_data.order.shares import Fill, Layout, Share
 from accel_data.resume.cursor import Pass
 from accel_data.stream.dataset import IterableDatasetShard, WholeStream, count_rows
-from accel_ops.debug import contract
+from accel_ops.debug import check_collectives
 from accel_ops.trees.tensors import slice_tensors
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
@@ -246,7 +246,7 @@ class DataLoaderDispatcher(PreparedLoader):
             )
         # A collective of debug mode: every process calls it before each batch.
         if self._process.debug:
-            contract.check("dispatch", None, process=self._process)
+            check_collectives.check("dispatch", None, process=self._process)
 
     def _rounds(self, started: Pass) -> Iterator[Parts]:
         """Start to read the steps of a pass: the parts, the padding, and whether it is the last one."""

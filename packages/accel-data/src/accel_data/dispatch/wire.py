@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 from accel_ops.trees.tensors import TensorInformation, is_tensor_information
 from accel_ops.trees.walk import children, find_path, keys, recursively_apply
 

@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from accel_ops.debug.session import default_store
+from accel_ops.debug.store import default_store
 
 SHARDS = (
     "`datasets` has given each process a shard of the stream, and the shards differ in size",

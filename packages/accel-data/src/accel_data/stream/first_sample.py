@@ -16,9 +16,9 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from accel_ops.collectives.comparison import equal_on_all, name_comparison
-from accel_ops.collectives.pack_parts import as_bytes
-from accel_ops.debug.session import default_store
+from accel_ops.collectives.comparison import is_equal_on_all_ranks, new_comparison_name
+from accel_ops.collectives.pack_sections import as_bytes
+from accel_ops.debug.store import default_store
 from accel_ops.trees.walk import children
 from accel_state.logging.warning import warn
 
@@ -113,7 +113,7 @@ class SampleComparison:
         self._world = dist.get_world_size()
         group = dist.group.WORLD
         self._group: ReferenceType[Any] = ref(group)
-        self._key = name_comparison("first_sample")
+        self._key = new_comparison_name("first_sample")
         self.is_done = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ class SampleComparison:
         random_key = f"accel/{self._key}/random"
         if first.is_random:
             store.set(random_key, "yes")
-        equal = equal_on_all(self._key, first.digest, self._world)
+        equal = is_equal_on_all_ranks(self._key, first.digest, self._world)
         if self._presharded:
             if equal and first.digest != digest_of([]) and not first.digest.endswith("?"):
                 warn(same_data(self._name))

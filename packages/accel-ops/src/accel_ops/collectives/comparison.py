@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from accel_ops.debug.session import default_store
+from accel_ops.debug.store import default_store
 
 PATIENCE = timedelta(seconds=5)
 """How long a process waits for the others. Who comes later sees what was noted."""
@@ -21,7 +21,7 @@ _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How many comparisons of each kind were named, per process group."""
 
 
-def name_comparison(kind: str) -> str:
+def new_comparison_name(kind: str) -> str:
     """Return a new name for a comparison; all processes name those of a kind in one order."""
     group = dist.group.WORLD
     if group is None:  # without torch.distributed nothing is compared
@@ -31,7 +31,9 @@ def name_comparison(kind: str) -> str:
     return f"{kind}/{counts[kind]}"
 
 
-def equal_on_all(name: str, text: str, world_size: int, patience: timedelta = PATIENCE) -> bool | None:
+def is_equal_on_all_ranks(
+    name: str, text: str, world_size: int, patience: timedelta = PATIENCE
+) -> bool | None:
     """Compare a text with those of the other processes, which may come later or not at all.
 
     Args:
@@ -59,7 +61,7 @@ def equal_on_all(name: str, text: str, world_size: int, patience: timedelta = PA
     return True if store.check(["compared"]) else None
 
 
-def first_to_differ(name: str, text: str) -> bool:
+def is_first_to_differ(name: str, text: str) -> bool:
     """Compare a text with that of the process that came first, without waiting for any.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_ops.collectives.checks import require_group, require_rank
-from accel_ops.debug import contract
+from accel_ops.debug import check_collectives
 from accel_ops.trees.walk import is_namedtuple
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
@@ -40,7 +40,7 @@ def gather_object(object: Any, *, process: ProcessInfo | None = None) -> list[An
     if process.world_size == 1:
         return entries
     if process.debug:
-        contract.check("gather_object", process=process)
+        check_collectives.check("gather_object", process=process)
     require_group("gather_object", process)
     # Pickled before the collective: what cannot be pickled travels as a text that says why.
     parts: list[Any] = [None] * process.world_size
@@ -79,7 +79,7 @@ def broadcast_object_list(
         return object_list
     if process.debug:
         detail = f"from_process={from_process}, {len(object_list)} objects"
-        contract.check("broadcast_object_list", process=process, detail=detail, one_place=False)
+        check_collectives.check("broadcast_object_list", process=process, detail=detail, one_place=False)
     require_group("broadcast_object_list", process)
     sends = process.rank == from_process
     # None is what torch replaces on the processes that receive.

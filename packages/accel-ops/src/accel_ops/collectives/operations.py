@@ -1,9 +1,9 @@
 """Collectives over trees of tensors: gather, reduce, broadcast.
 
-A tree moves in few collectives, not one per tensor: small tensors share one buffer, large ones go by
-themselves, without a copy and side by side. Every process must call the same operation with a tree of the
-same structure, shapes and dtypes; in debug mode that is compared first (see `contract`). Gradients do not
-flow through any of them.
+A tree is sent in a few collectives, not one per tensor: small tensors share one buffer, large ones are sent
+separately, without a copy and concurrently. Every process must call the same operation with a tree of the
+same structure, shapes and dtypes; in debug mode that is compared first (see `check_collectives`). Gradients
+do not flow through any of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from accel_ops.collectives import waits
 from accel_ops.collectives.checks import require_devices, require_group, require_plain, require_rank
 from accel_ops.collectives.pack import Plan, plan
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 from accel_ops.collectives.stack import stack_if_alike
-from accel_ops.debug import contract
+from accel_ops.debug import check_collectives
 from accel_ops.trees.walk import find_path, flatten, plain_tensors, rebuild
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
@@ -60,7 +60,7 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
     if process.world_size == 1:
         return put_back([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])
     if process.debug:
-        contract.check("gather", tensor, process=process)
+        check_collectives.check("gather", tensor, process=process)
     group = require_group("gather", process)
     try:
         if plain is not None:
@@ -161,7 +161,9 @@ def reduce(
     if process.world_size == 1:
         return rebuild([_finish(_owned(leaf), divisor, scale) for leaf in leaves])
     if process.debug:
-        contract.check("reduce", tensor, process=process, detail=f"reduction={reduction!r}, scale={scale}")
+        check_collectives.check(
+            "reduce", tensor, process=process, detail=f"reduction={reduction!r}, scale={scale}"
+        )
     with torch.no_grad():
         found = _plan("reduce", tensor, leaves, process)
         op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
@@ -268,7 +270,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, process: ProcessInfo | None
         return tensor
     if process.debug:
         detail = f"from_process={from_process}"
-        contract.check("broadcast", tensor, process=process, detail=detail, one_place=False)
+        check_collectives.check("broadcast", tensor, process=process, detail=detail, one_place=False)
     with torch.no_grad():
         found = _plan("broadcast", tensor, leaves, process)
         _broadcast(leaves, found, from_process, sends=process.rank == from_process)
@@ -332,7 +334,7 @@ def copy_tensor_to_devices(
     process = process or current_process()
     operation = "copy_tensor_to_devices"
     if process.debug:
-        contract.check(operation, process=process, one_place=False)
+        check_collectives.check(operation, process=process, one_place=False)
     # Shape and dtype alone: the values move once it is known who has them.
     offer = (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     offers: list[Any] = [offer]

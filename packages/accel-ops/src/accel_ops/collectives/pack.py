@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ops.collectives.pack_parts import SHARED_BYTES, Part
+from accel_ops.collectives.pack_sections import SHARED_BYTES, Part
 
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size (bytes) are packed.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives.checks import require_group, require_plain
-from accel_ops.debug import contract
+from accel_ops.debug import check_collectives
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
@@ -55,7 +55,7 @@ def pad_across_processes(
         return tensor
     if process.debug:
         detail = f"dim={dim}"
-        contract.check("pad_across_processes", tensor, process=process, detail=detail, shapes=False)
+        check_collectives.check("pad_across_processes", tensor, process=process, detail=detail, shapes=False)
     require_group("pad_across_processes", process)
     # The sizes of all leaves, in one collective.
     sizes = torch.tensor([leaves[i].shape[dim] for i in padded], dtype=torch.int64, device=process.device)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_ops.collectives.pack_parts import SHARED_BYTES, WORDS
+from accel_ops.collectives.pack_sections import SHARED_BYTES, WORDS
 
 _dtype = attrgetter("dtype")
 

@@ -45,7 +45,7 @@ class Monitor:
         self._since = time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="accel-contract", daemon=True
+                target=self._run, args=(self._stop,), name="accel-check-collectives", daemon=True
             )
             self._thread.start()
 

@@ -24,12 +24,12 @@ _WAITING = {
     str(dist.distributed_c10d.__file__),
     # Its path alone: every program would import it with accel, and few call it.
     str(Path(dist.__file__).with_name("_functional_collectives.py")),
-    str(Path(__file__).with_name("session.py")),
-    str(Path(__file__).parents[1] / "collectives/callers.py"),
+    str(Path(__file__).with_name("store.py")),
+    str(Path(__file__).parents[1] / "collectives/store_barrier.py"),
     str(Path(__file__).parents[1] / "collectives/waits.py"),
 }
 # Decorators of torch and functools, which stand between a call and the function that was called.
-_DECORATORS = {"wrapper", "inner", "decorate_context", "check", "meet"}
+_DECORATORS = {"wrapper", "inner", "decorate_context", "check", "exchange"}
 _BACKWARD = "_engine_run_backward"
 
 
@@ -93,7 +93,7 @@ def _operation(stack: list[FrameType]) -> tuple[str, bool]:
         code = frame.f_code
         if code.co_filename in _WAITING:
             waits = True
-            if _is_name(code.co_name) and not code.co_filename.endswith("session.py"):
+            if _is_name(code.co_name) and not code.co_filename.endswith("store.py"):
                 collective = code.co_name
     if not waits and all(frame.f_code.co_name != _BACKWARD for frame in stack):
         return "", False

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives.checks import require_group
-from accel_ops.debug import contract
+from accel_ops.debug import check_collectives
 from accel_ops.debug.digest import digest
-from accel_ops.debug.session import DistributedOperationException
+from accel_ops.debug.store import DistributedOperationException
 from accel_ops.modules import extract_model_from_parallel, unsaved_buffers
 from accel_state.devices import table
 from accel_state.enums import RNGType
@@ -67,7 +67,7 @@ def verify_sync(
     buffers: bool = True,
     rng: bool = True,
     process: ProcessInfo | None = None,
-    is_part: Callable[[torch.Tensor], bool] | None = None,
+    is_shard: Callable[[torch.Tensor], bool] | None = None,
 ) -> list[str]:
     """Make sure that models and random generators are the same on all processes, to the last bit.
 
@@ -80,7 +80,7 @@ def verify_sync(
             norm are each process's own between the forward passes of DDP.
         rng: Whether to compare the random generators of Python, NumPy, torch and the device.
         process: The facts of this process; the current one by default.
-        is_part: Whether each process has a part of its own of a tensor, which is not compared then.
+        is_shard: Returns whether each process has its own shard of a tensor, which is then not compared.
 
     Returns:
         The names of what was not compared: no other process has it alike, or it has no plain bits (sparse
@@ -99,9 +99,9 @@ def verify_sync(
     if process.world_size == 1:
         return []
     if process.debug:
-        contract.check("verify_sync", process=process, detail=f"buffers={buffers}, rng={rng}")
+        check_collectives.check("verify_sync", process=process, detail=f"buffers={buffers}, rng={rng}")
     require_group("verify_sync", process)
-    found = list(_tensors(models, buffers, is_part or (lambda _: False)))
+    found = list(_tensors(models, buffers, is_shard or (lambda _: False)))
     tensors = [tensor for _, tensor in found]
     entries = _with_values([entry for entry, _ in found], tensors)
     if rng:
@@ -121,7 +121,7 @@ def verify_sync(
 
 
 def _tensors(
-    models: Sequence[torch.nn.Module], buffers: bool, is_part: Callable[[torch.Tensor], bool]
+    models: Sequence[torch.nn.Module], buffers: bool, is_shard: Callable[[torch.Tensor], bool]
 ) -> Iterator[tuple[_Entry, torch.Tensor | None]]:
     """The parameters and buffers of models, in order, each with the tensor that this process has of it."""
     for number, model in enumerate(models, start=1):
@@ -130,22 +130,22 @@ def _tensors(
         for path, module in inner.named_modules():
             prefix = f"{label}.{path}." if path else f"{label}."
             for name, item in module._parameters.items():
-                yield _tensor_entry(prefix + name, "parameter", item, is_part)
+                yield _tensor_entry(prefix + name, "parameter", item, is_shard)
             for name, item in module._buffers.items() if buffers else ():
                 # A buffer that is saved on one process alone is a difference, too.
                 kind = "unsaved buffer" if name in unsaved_buffers(module) else "buffer"
-                yield _tensor_entry(prefix + name, kind, item, is_part)
+                yield _tensor_entry(prefix + name, kind, item, is_shard)
 
 
 def _tensor_entry(
-    name: str, kind: str, item: torch.Tensor | None, is_part: Callable[[torch.Tensor], bool]
+    name: str, kind: str, item: torch.Tensor | None, is_shard: Callable[[torch.Tensor], bool]
 ) -> tuple[_Entry, torch.Tensor | None]:
     if item is None:
         return _Entry(name, kind, "None"), None
     form = f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
     if item.requires_grad:
         form += ", requires grad"
-    if is_part(item):
+    if is_shard(item):
         # Its shape, too, may be that of a part.
         return _Entry(name, kind, "in parts"), None
     if item.is_meta or item.layout != torch.strided or item.is_quantized:

@@ -22,11 +22,11 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from accel_ops.debug.patient_store import PatientStore
+from accel_ops.debug.hang_report import find_stuck, report
 from accel_ops.debug.progress import Sampler, Status, group_ranks
-from accel_ops.debug.session import call_at_the_end, default_store, first_line, prefixed
 from accel_ops.debug.stack import failed_in_collective, failure_place, why_exiting
-from accel_ops.debug.verdict import find_stuck, report
+from accel_ops.debug.store import call_at_the_end, default_store, first_line, prefixed
+from accel_ops.debug.timeout_store import TimeoutStore
 from accel_state.process import failure
 from accel_state.process.info import ProcessInfo
 
@@ -116,7 +116,7 @@ class Watchdog:
             )
         self._base = base
         # A prefix, so that keys do not meet those of torch and of debug mode in the same store.
-        self._store = PatientStore(prefixed("accel/watchdog", base))
+        self._store = TimeoutStore(prefixed("accel/watchdog", base))
         with contextlib.suppress(RuntimeError, OSError):
             self._number = self._store.call(lambda store: store.add(f"started/{self.rank}", 1), _STORE_S)
         self._thread = threading.Thread(target=self._run, name="accel-watchdog", daemon=True)

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel.engines.base.states import States
-from accel_ops.collectives.callers import wait_for_callers
+from accel_ops.collectives.store_barrier import store_barrier
 from accel_state.logging.warning import stands_between, user_frame, warn
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def savers(run: Run, what: str, main_process_only: bool | None) -> ProcessInfo |
         return process
     known = main_process_only is None and _is_for_main_only(user_frame(), what)
     if not (main_process_only or known):
-        wait_for_callers(process, what, PATIENCE_S, lambda missing: _warn_of_delay(what, missing))
+        store_barrier(process, what, PATIENCE_S, lambda missing: _warn_of_delay(what, missing))
         return process
     if process.is_main:
         if known and what == "save_state":

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives import waits
-from accel_ops.debug import contract
+from accel_ops.debug import check_collectives
 from accel_state.process.rendezvous import gloo_group
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Agreement:
             Whether any process said yes.
         """
         if self._process.debug:
-            contract.check(name, process=self._process)
+            check_collectives.check(name, process=self._process)
         self._begin(yes)
         return self._outcome()
 

@@ -19,7 +19,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel_ops.collectives.comparison import PATIENCE, equal_on_all, first_to_differ, name_comparison
+from accel_ops.collectives.comparison import (
+    PATIENCE,
+    is_equal_on_all_ranks,
+    is_first_to_differ,
+    new_comparison_name,
+)
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -161,7 +166,7 @@ class Watch:
         self._compared.add(optimizer)
         what = _described(loose)
         # Equal ones are averaged, by DistributedDataParallel or in any other way.
-        if first_to_differ(name_comparison(f"gradients of {what}"), _digest(loose)):
+        if is_first_to_differ(new_comparison_name(f"gradients of {what}"), _digest(loose)):
             warn(
                 f"{type(optimizer).__name__} steps {what}, which are in no prepared model, and their "
                 f"gradients differ between the {size} processes: nobody averages them, and each process "
@@ -189,8 +194,8 @@ class Watch:
                 continue
             # Processes may have parts that were made by hand: each says what it reads, and rank 0 waits.
             patience = PATIENCE if run.process.rank == 0 else timedelta(seconds=0.01)
-            name = name_comparison("unprepared_loader")
-            if equal_on_all(name, data, run.process.world_size, patience):
+            name = new_comparison_name("unprepared_loader")
+            if is_equal_on_all_ranks(name, data, run.process.world_size, patience):
                 warn(
                     f"A DataLoader over {type(dataset).__name__} is not prepared, and each of {size} "
                     "processes trains on all of its data, unless you gave each its own part. Pass it to "

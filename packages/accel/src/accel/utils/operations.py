@@ -9,7 +9,7 @@ from accel_ops.collectives.operations import reduce as reduce
 from accel_ops.collectives.padding import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_ops.collectives.padding import pad_across_processes as pad_across_processes
 from accel_ops.collectives.padding import pad_input_tensors as pad_input_tensors
-from accel_ops.debug.contract import DistributedOperationException as DistributedOperationException
+from accel_ops.debug.check_collectives import DistributedOperationException as DistributedOperationException
 from accel_ops.modules import extract_model_from_parallel as extract_model_from_parallel
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_ops.modules import has_compiled_regions as has_compiled_regions

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_ops.torch_compat import own_part
+from accel_ops.torch_compat import shard_replicated
 
 
 class Replaced:
@@ -82,7 +82,7 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
         return value
     local_device = parameter.to_local().device
     whole = value.to(parameter.device_mesh.device_type)
-    parts = own_part(whole, parameter.device_mesh, parameter.placements)
+    parts = shard_replicated(whole, parameter.device_mesh, parameter.placements)
     return parts if parts.device == local_device else parts.to(local_device)
 
 

@@ -86,7 +86,7 @@ def _store(process: ProcessInfo) -> Any:
     if process.world_size == 1:
         return None
     # Here, as only a summary of several processes needs it.
-    from accel_ops.debug.session import default_store
+    from accel_ops.debug.store import default_store
 
     store = default_store()
     if store is None:

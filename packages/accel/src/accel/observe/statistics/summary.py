@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel.observe.statistics.clock import PARTS
-from accel_ops.debug.session import default_store
+from accel_ops.debug.store import default_store
 from accel_state.devices.table import device_spec
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.pack_sections import as_bytes
 
 
 def test_as_bytes_resolves_lazy_conjugates_and_negatives() -> None:

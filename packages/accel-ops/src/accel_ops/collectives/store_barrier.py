@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel_ops.debug.session import default_store, prefixed
+from accel_ops.debug.store import default_store, prefixed
 from accel_state.process.info import ProcessInfo
 
 _PAUSES_S = 0.001, 0.05  # between looks into the store: the first, and the longest
 
 
-def wait_for_callers(
+def store_barrier(
     process: ProcessInfo, what: str, patience_s: float, on_delay: Callable[[list[int]], None]
 ) -> None:
     """Wait until all processes call this. Collectives have to follow before the next call.
@@ -31,7 +31,7 @@ def wait_for_callers(
     base = default_store() if process.world_size > 1 else None
     if base is None:
         return
-    store: Any = prefixed("accel/callers", base)
+    store: Any = prefixed("accel/barrier", base)
     limit_s = store.timeout.total_seconds()
     if process.is_main:
         missing = _wait_on_main(store, process, limit_s, patience_s, on_delay)

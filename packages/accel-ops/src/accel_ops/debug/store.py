@@ -68,7 +68,7 @@ class Session:
         self._noted: set[str] = set()
         self._life: LifeLock | None = None
         # A prefix, so that keys do not meet those of torch in the same store.
-        self.store = prefixed("accel/contract", base)
+        self.store = prefixed("accel/check_collectives", base)
         self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class Session:
             self._life.release()
             self._life = None
 
-    def meet(self, text: str, label: str) -> list[str]:
+    def exchange(self, text: str, label: str) -> list[str]:
         """Write this process's text for the next operation, and wait for those of the others.
 
         Args:

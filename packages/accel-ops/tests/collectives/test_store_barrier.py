@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops.collectives.callers import wait_for_callers
+from accel_ops.collectives.store_barrier import store_barrier
 from accel_state.process.state import current_process
 
 LONG_S = 100.0
 
 
 def test_one_process_waits_for_nobody():
-    wait_for_callers(current_process(), "save", 0.0, lambda missing: pytest.fail(f"waits for {missing}"))
+    store_barrier(current_process(), "save", 0.0, lambda missing: pytest.fail(f"waits for {missing}"))
 
 
 def called_late(late: int) -> list[list[int]]:
@@ -25,7 +25,7 @@ def called_late(late: int) -> list[list[int]]:
     for count in range(3):
         if process.rank == late and not count:
             time.sleep(1.5)
-        wait_for_callers(process, "save", 0.2 if not count else LONG_S, told.append)
+        store_barrier(process, "save", 0.2 if not count else LONG_S, told.append)
         dist.all_reduce(torch.ones(1))
     return told
 
@@ -42,7 +42,7 @@ def called_by(rank: int) -> str | None:
     try:
         if process.rank == rank:
             with pytest.raises(RuntimeError) as error:
-                wait_for_callers(process, "save", LONG_S, lambda missing: None)
+                store_barrier(process, "save", LONG_S, lambda missing: None)
             return str(error.value)
     finally:
         default.set_timeout(timedelta(seconds=300.0))

@@ -17,11 +17,11 @@ _Call: TypeAlias = "tuple[Callable[[Store], Any], Future[Any]]"
 _JOIN_S = 1.0
 
 
-class StoreSilentError(RuntimeError):
+class StoreTimeoutError(RuntimeError):
     """The store does not answer in time."""
 
 
-class PatientStore:
+class TimeoutStore:
     """Calls a store with a time limit.
 
     A store has calls that wait for ever, where the process that hosts it is stopped.
@@ -59,14 +59,14 @@ class PatientStore:
             RuntimeError: If the store is gone.
         """
         if self._last is not None and not self._last.done():
-            raise StoreSilentError("no answer in time")
+            raise StoreTimeoutError("no answer in time")
         future: Future[_R] = Future()
         self._last = future
         self._calls.put((function, future))
         try:
             return future.result(within_s)
         except FutureTimeout:
-            raise StoreSilentError("no answer in time") from None
+            raise StoreTimeoutError("no answer in time") from None
 
     def close(self) -> None:
         """End the thread, unless it hangs in the store."""

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
 from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, gather, reduce
 from accel_ops.collectives.padding import pad_across_processes
-from accel_ops.debug import contract, monitor, session
-from accel_ops.debug.contract import DistributedOperationException
+from accel_ops.debug import check_collectives, monitor, store
+from accel_ops.debug.check_collectives import DistributedOperationException
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.logging.loggers import get_logger
 from accel_state.process.info import ProcessInfo
@@ -82,7 +82,7 @@ def disagree(kind: str) -> str:
         return attempt(pad_across_processes, ones, 1 if odd else 0, process=process)
     if kind == "wait":
         if odd:
-            return attempt(contract.check, "wait_for_everyone", process=process)
+            return attempt(check_collectives.check, "wait_for_everyone", process=process)
         return attempt(gather, ones, process=process)
     assert kind == "line"
     if odd:
@@ -113,7 +113,7 @@ def one_more(how: str) -> str:
         time.sleep(0.3)
         return attempt(reduce, torch.ones(1), process=process)
     if how == "leave":
-        contract.leave("it has seen enough")
+        check_collectives.leave("it has seen enough")
     elif how == "destroy":
         dist.destroy_process_group()
     return ""
@@ -139,7 +139,7 @@ def set_on_a_state() -> str:
     message = attempt(gather, torch.ones(1 + state.process_index))
     PartialState().debug = False
     assert not state.debug
-    with mock.patch.object(contract, "check", side_effect=AssertionError("checked")):
+    with mock.patch.object(check_collectives, "check", side_effect=AssertionError("checked")):
         gather(torch.ones(1))
     return message
 
@@ -148,7 +148,7 @@ def left_before_the_first() -> str:
     """The last process comes to no operation at all."""
     state = PartialState()
     if state.is_last_process:
-        contract.leave("it has nothing to do")
+        check_collectives.leave("it has nothing to do")
         return ""
     return attempt(gather, torch.ones(1))
 
@@ -159,7 +159,7 @@ def left_while_waiting() -> str:
     gather(torch.ones(1), process=process)
     if process.rank == process.world_size - 1:
         time.sleep(0.5)
-        contract.leave("of ValueError: nothing to gather")
+        check_collectives.leave("of ValueError: nothing to gather")
         return ""
     return attempt(gather, torch.ones(1), process=process)
 
@@ -168,7 +168,7 @@ def come_back() -> list[float]:
     process = debugging()
     gather(torch.ones(1), process=process)
     if process.rank == 0:
-        contract.leave("it pauses")
+        check_collectives.leave("it pauses")
     else:
         time.sleep(0.5)
     gather(torch.ones(1), process=process)
@@ -185,7 +185,7 @@ def stuck(monkeypatched: float) -> list[str]:
     """Process 1 is busy elsewhere; the others say where, once, and go on waiting."""
     process = debugging()
     with (
-        mock.patch.object(session, "WARN_AFTER_S", monkeypatched),
+        mock.patch.object(store, "WARN_AFTER_S", monkeypatched),
         mock.patch.object(monitor, "_QUIET_S", 0.0),
         warnings.catch_warnings(record=True) as seen,
     ):
@@ -200,7 +200,7 @@ def stuck(monkeypatched: float) -> list[str]:
 def never_comes() -> str:
     """Process 1 does not come before the process group's timeout."""
     process = debugging()
-    session.default_store().set_timeout(timedelta(seconds=1))  # type: ignore[union-attr]
+    store.default_store().set_timeout(timedelta(seconds=1))  # type: ignore[union-attr]
     with mock.patch.object(monitor, "_QUIET_S", 0.0):
         gather(torch.ones(1), process=process)
         if process.rank == 1:
@@ -226,14 +226,14 @@ def keys_after(operations: int) -> int:
     for _ in range(operations):
         gather(torch.ones(1), process=process)
     dist.barrier()
-    count = int(session.default_store().num_keys())  # type: ignore[union-attr]
+    count = int(store.default_store().num_keys())  # type: ignore[union-attr]
     dist.barrier()
     return count
 
 
 def without_debug_mode() -> None:
-    before = session._session
-    with mock.patch.object(contract, "check", side_effect=AssertionError("checked")):
+    before = store._session
+    with mock.patch.object(check_collectives, "check", side_effect=AssertionError("checked")):
         process = current_process()
         assert not process.debug
         gather(torch.ones(1))
@@ -243,7 +243,7 @@ def without_debug_mode() -> None:
         broadcast_object_list([1])
         pad_across_processes(torch.ones(1))
         copy_tensor_to_devices(torch.ones(1) if process.is_main else None)
-    assert session._session in (before, None)  # one of an earlier test may be on its way out
+    assert store._session in (before, None)  # one of an earlier test may be on its way out
 
 
 # Disagreement
@@ -403,9 +403,9 @@ def test_without_debug_mode_nothing_is_checked(world: Any) -> None:
 
 
 def test_one_process_has_nobody_to_compare_with() -> None:
-    contract.check("gather", torch.ones(1), process=debugging())
+    check_collectives.check("gather", torch.ones(1), process=debugging())
 
-    assert session._session is None
+    assert store._session is None
 
 
 # Whole processes
@@ -432,7 +432,7 @@ SCENARIOS = {
         3,
         # Process 0 is the first to see it, and ends at once.
         (
-            "if rank:\n    session._PAUSES_S = (0.3, 0.3)\n"
+            "if rank:\n    store._PAUSES_S = (0.3, 0.3)\n"
             "try:\n    meet(rank + 1)\n"
             "except Exception as error:\n"
             "    print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)\n    os._exit(1)"
@@ -445,7 +445,7 @@ SCENARIOS = {
 SCRIPT = """
 import dataclasses, multiprocessing, os, signal, sys, time
 import torch
-from accel_ops.debug import session
+from accel_ops.debug import store
 from accel_ops.collectives.operations import gather
 from accel_state.process.state import PartialState
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.debug.session import DistributedOperationException, Session, current_session, leave
+from accel_ops.debug.store import DistributedOperationException, Session, current_session, leave
 from accel_ops.trees.walk import children, keys
 from accel_state.logging.warning import user_frame, warn
 from accel_state.process import hooks
@@ -77,7 +77,7 @@ def check(
     session = current_session(process)
     # As text: what all have written alike is not even parsed.
     written = json.dumps(dataclasses.asdict(account))
-    texts = session.meet(written, f"{operation} at {place}")
+    texts = session.exchange(written, f"{operation} at {place}")
     if any(text != written for text in texts):
         accounts = [_Account(**json.loads(text)) for text in texts]
         _compare(session, accounts, one_place)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel_ops.debug.hang_report import _SILENT, find_stuck, report
 from accel_ops.debug.progress import Status
-from accel_ops.debug.verdict import _SILENT, find_stuck, report
 
 LIMIT = 1.0
 ALL = {"0": [0, 1, 2]}
