@@ -46,7 +46,7 @@ def test_mixed_dtypes_come_back_bit_for_bit(
     copies: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shared:
-        monkeypatch.setattr(pack_parts, "SHARED_BYTES", 0)
+        monkeypatch.setattr(pack_sections, "SHARED_BYTES", 0)
 
     back = round_trip(MIXED, copies)
 
