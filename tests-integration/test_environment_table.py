@@ -32,10 +32,10 @@ from accel_ckpt.errors import CheckpointError
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
-from accel_launch.outside.sagemaker.estimator import prepare_sagemager_args_inputs
-from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
+from accel_launch.launchers.sagemaker.estimator import prepare_sagemager_args_inputs
+from accel_launch.launchers.tpu.variables import prepare_tpu, tpu_settings
 from accel_launch.plan.drop_in import drop_in_environment
-from accel_launch.plan.environment import outside_any_run
+from accel_launch.plan.environment import without_worker_variables
 from accel_launch.settings.resolve import resolve
 from accel_launch.settings.slurm_job import find_step
 from accel_state import env
@@ -163,7 +163,7 @@ def sagemaker_environment() -> Any:
 
 def left_out_of_a_run_of_its_own() -> Any:
     """A launcher inside a worker of another run keeps these from a run of its own."""
-    return {name for name in env.snapshot() if name not in outside_any_run(env.snapshot())}
+    return {name for name in env.snapshot() if name not in without_worker_variables(env.snapshot())}
 
 
 def place_on_machine() -> Any:

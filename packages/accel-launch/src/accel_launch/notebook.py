@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.local.ports import reserve_port
-from accel_launch.local.system import require_posix
-from accel_launch.outside.elastic import (
+from accel_launch.launchers.elastic import (
     HANDLED,
     elastic_summary,
     log_lines_dropped,
     set_handlers,
     signal_handlers_kept,
 )
+from accel_launch.local.ports import reserve_port
+from accel_launch.local.system import require_posix
 from accel_launch.plan.machine import Machine
 from accel_state import env
 from accel_state.logging.warning import warn
@@ -94,8 +94,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check_uninitialized(num_processes)
     from torch.multiprocessing.spawn import start_processes
 
-    with tempfile.TemporaryDirectory() as folder, reserve_port(None) as held:
-        values = _world(num_processes, held.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder, reserve_port(None) as port_socket:
+        values = _world(num_processes, port_socket.getsockname()[1])
         env.put(values, "ACCELERATE_USE_CPU", True)
         env.put(values, "ACCELERATE_DEBUG_RDV_FILE", str(Path(folder) / "rendezvous"))
         with env.patch_environment(**values):
@@ -186,9 +186,9 @@ def notebook_launcher(
         env.put(values, "OMP_NUM_THREADS", 1)
     # Documented as text.
     port = int(use_port)
-    held = reserve_port(port, "use_port") if num_nodes == 1 else None
+    port_socket = reserve_port(port, "use_port") if num_nodes == 1 else None
     try:
-        endpoint = rdzv_endpoint or f"{master_addr}:{held.getsockname()[1] if held else port}"
+        endpoint = rdzv_endpoint or f"{master_addr}:{port_socket.getsockname()[1] if port_socket else port}"
         options = {
             "min_nodes": num_nodes,
             "max_nodes": num_nodes,
@@ -210,8 +210,8 @@ def notebook_launcher(
         ):
             return _elastic(options, _forked(function, handlers, one_thread=not gpus), args)
     finally:
-        if held is not None:
-            held.close()
+        if port_socket is not None:
+            port_socket.close()
 
 
 def _check_numbers(size: int, gpus: int, node_rank: int, num_nodes: int) -> None:

@@ -9,8 +9,8 @@ from accel_launch.errors import LaunchError
 from accel_launch.local.ports import reserve_port
 
 
-def port_of(held: socket.socket) -> int:
-    port: int = held.getsockname()[1]
+def port_of(port_socket: socket.socket) -> int:
+    port: int = port_socket.getsockname()[1]
     return port
 
 
@@ -23,14 +23,14 @@ def listen(port: int) -> socket.socket:
 
 
 def test_a_reserved_port_can_be_listened_on() -> None:
-    with reserve_port(None) as held, listen(port_of(held)) as server:
-        client = socket.create_connection(("127.0.0.1", port_of(held)), timeout=5)
+    with reserve_port(None) as port_socket, listen(port_of(port_socket)) as server:
+        client = socket.create_connection(("127.0.0.1", port_of(port_socket)), timeout=5)
         server.accept()[0].close()
         client.close()
 
 
 def test_nobody_else_is_given_a_reserved_port() -> None:
-    with reserve_port(None) as held, ExitStack() as others:
+    with reserve_port(None) as port_socket, ExitStack() as others:
         taken = []
         for _ in range(2000):
             other = others.enter_context(socket.socket())
@@ -38,7 +38,7 @@ def test_nobody_else_is_given_a_reserved_port() -> None:
             other.bind(("127.0.0.1", 0))
             taken.append(port_of(other))
 
-        assert port_of(held) not in taken
+        assert port_of(port_socket) not in taken
 
 
 def test_many_reservations_differ() -> None:
@@ -51,8 +51,8 @@ def test_many_reservations_differ() -> None:
 def test_a_port_of_choice() -> None:
     with reserve_port(None) as free:
         port = port_of(free)
-    with reserve_port(port) as held:
-        assert port_of(held) == port
+    with reserve_port(port) as port_socket:
+        assert port_of(port_socket) == port
 
 
 def test_a_port_in_use_is_refused_by_name() -> None:

@@ -303,7 +303,7 @@ def test_workers_that_all_save_have_not_failed(start: Start) -> None:
     assert error.count("saved\n") == 2
     assert error.endswith(
         "accel launch: all 2 processes ended with exit code 75, by which they say that their state is saved. "
-        "Start the same command again to go on.\n"
+        "Start the same command again to continue.\n"
     )
     assert "failed" not in error
 

@@ -8,7 +8,7 @@ import pytest
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config import LaunchConfig
 from accel_launch.errors import LaunchError
-from accel_launch.outside.torchrun import torchrun_environment
+from accel_launch.launchers.torchrun import torchrun_environment
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import LaunchPlan
@@ -40,7 +40,7 @@ def plan(tmp_path: Path) -> Any:
 def test_one_process_without_gpus(plan: Any) -> None:
     made = plan()
 
-    assert (made.how, made.processes, made.machines) == ("exec", 1, (1, 1))
+    assert (made.launcher, made.processes, made.machines) == ("exec", 1, (1, 1))
     assert made.settings["num_processes"].detail == "detected: no visible GPU"
     assert made.environ == {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
     assert made.arguments == ("--lr", "1")
@@ -110,7 +110,7 @@ def test_cores_are_shared_among_processes(
     ],
 )
 def test_what_starts_the_workers(plan: Any, flags: tuple[str, ...], how: str) -> None:
-    assert plan(*flags).how == how
+    assert plan(*flags).launcher == how
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ OUTER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "2950
 def test_one_process_asked_for_inside_a_worker_is_a_run_of_its_own(plan: Any) -> None:
     made = plan("--num_processes", "1", environ={**OUTER, "TORCHELASTIC_RUN_ID": "x"})
 
-    assert made.how == "exec"
+    assert made.launcher == "exec"
     assert {"A": "b"}.items() <= made.environ.items()
     assert (
         not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & made.environ.keys()

@@ -65,8 +65,8 @@ def test_variables_of_the_run_that_we_are_part_of_do_not_count() -> None:
     environ = {"LOCAL_RANK": "1", "MASTER_PORT": "1234", "ACCELERATE_NUM_PROCESSES": "4"}
 
     inside = settle(environ=environ)
-    assert not inside.given("main_process_port")
-    assert not inside.given("num_processes")
+    assert not inside.is_set("main_process_port")
+    assert not inside.is_set("num_processes")
 
     del environ["LOCAL_RANK"]
     assert settle(environ=environ).value("main_process_port") == 1234

@@ -11,10 +11,10 @@ import pytest
 
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
-from accel_launch.plan.launchers import LAUNCHERS
+from accel_launch.plan.launcher_table import LAUNCHERS
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import LaunchPlan, Prepared
+from accel_launch.plan.plan import LauncherCommand, LaunchPlan
 from accel_launch.settings.resolve import resolve
 from accel_launch.settings.slurm_job import find_step, first_host
 
@@ -48,8 +48,8 @@ def plan(tmp_path: Path) -> Any:
     return make
 
 
-def prepared(plan: LaunchPlan, environ: dict[str, str]) -> Prepared:
-    found: Prepared = LAUNCHERS[plan.how].load("prepare")(plan, environ)
+def prepared(plan: LaunchPlan, environ: dict[str, str]) -> LauncherCommand:
+    found: LauncherCommand = LAUNCHERS[plan.launcher].load("prepare")(plan, environ)
     return found
 
 
@@ -80,7 +80,7 @@ def test_a_task_is_a_worker(plan: Any) -> None:
     made = plan(TASKS)
     environ = prepared(made, TASKS).environ
 
-    assert made.how == "task"
+    assert made.launcher == "task"
     names = (
         "RANK",
         "WORLD_SIZE",
@@ -106,7 +106,7 @@ def test_a_task_per_machine_starts_its_machines_workers(plan: Any) -> None:
     made = plan(MACHINE)
     command = prepared(made, MACHINE).command
 
-    assert made.how == "torchrun"
+    assert made.launcher == "torchrun"
     assert {"--nnodes=2", "--node_rank=1", "--master_addr=node03", "--master_port=10007"} <= set(command)
     assert made.settings["machine_rank"].detail == "SLURM_NODEID"
 
@@ -115,7 +115,7 @@ def test_a_batch_script_starts_a_launcher_on_each_machine(plan: Any) -> None:
     made = plan(BATCH, "--cpu", "--mixed_precision", "bf16")
     command = shlex.join(prepared(made, BATCH).command)
 
-    assert made.how == "srun"
+    assert made.launcher == "srun"
     assert command.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
     assert "-m accel_launch launch --cpu=true --mixed_precision=bf16 " in command
 
@@ -150,7 +150,7 @@ def test_outside_of_a_job_srun_asks_for_machines(plan: Any) -> None:
     ],
 )
 def test_what_is_started_where(plan: Any, environ: dict[str, str], flags: tuple[str, ...], how: str) -> None:
-    assert plan(environ, *flags).how == how
+    assert plan(environ, *flags).launcher == how
 
 
 def test_a_machine_rank_in_a_batch_script_starts_that_machine_alone(plan: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_hostfile_in_a_batch_script_is_followed(plan: Any, tmp_path: Path) -> 
 
     made = plan(BATCH, "--mpirun_hostfile", str(tmp_path / "hosts"), "--num_processes", "2")
 
-    assert made.how == "mpirun"
+    assert made.launcher == "mpirun"
 
 
 def test_without_srun_the_ways_out_are_named(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:

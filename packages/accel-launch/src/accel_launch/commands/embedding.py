@@ -7,8 +7,8 @@ import argparse
 from accel_launch.commands.launch import plan_of
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT, reserve_port
-from accel_launch.plan.launchers import LAUNCHERS
-from accel_launch.plan.plan import How, Prepared
+from accel_launch.plan.launcher_table import LAUNCHERS
+from accel_launch.plan.plan import LauncherCommand, LauncherName
 from accel_state import env
 
 
@@ -57,7 +57,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         LaunchError: If the arguments ask for something that cannot be started.
     """
-    from accel_launch.outside.torchrun import torchrun_environment
+    from accel_launch.launchers.torchrun import torchrun_environment
 
     return torchrun_environment(plan_of(args))
 
@@ -81,11 +81,11 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
     if not plan.settings.value("use_deepspeed"):
         raise LaunchError("The arguments do not ask for DeepSpeed. Give --use_deepspeed.")
     # The supervisor of this machine's workers is no command that others could run.
-    how: How = "torchrun" if plan.how == "local" else plan.how
-    prepared: Prepared = LAUNCHERS[how].load("prepare")(plan, env.snapshot())
-    if prepared.held is not None:
+    name: LauncherName = "torchrun" if plan.launcher == "local" else plan.launcher
+    prepared: LauncherCommand = LAUNCHERS[name].load("prepare")(plan, env.snapshot())
+    if prepared.port_socket is not None:
         # The caller starts the command itself, and would find the port taken by this process.
-        prepared.held.close()
+        prepared.port_socket.close()
     return list(prepared.command), dict(prepared.environ)
 
 

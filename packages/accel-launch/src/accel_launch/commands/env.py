@@ -14,8 +14,8 @@ from typing import Any
 from accel_launch.config import config_path, load_config_from_file
 from accel_launch.errors import LaunchError
 from accel_launch.plan.machine import Machine
-from accel_launch.settings.masking import mask_values
 from accel_launch.settings.parser import command_parser
+from accel_launch.settings.redact import redact_values
 from accel_state import env
 
 _PACKAGES = (
@@ -55,7 +55,7 @@ def environment_report(config_file: str | None = None) -> dict[str, Any]:
         "Memory": _memory(),
         "GPUs": f"{machine.gpus} ({len(machine.visible_gpus(env.raw('CUDA_VISIBLE_DEVICES')))} visible)",
         "torch": _torch(),
-        "Variables": mask_values(
+        "Variables": redact_values(
             {name: text for name, text in sorted(env.snapshot().items()) if name.startswith(_PREFIXES)}
         ),
     }
@@ -69,7 +69,7 @@ def environment_report(config_file: str | None = None) -> dict[str, Any]:
 
 def _config(path: str | Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = mask_values(load_config_from_file(path).to_dict())
+        found: dict[str, Any] = redact_values(load_config_from_file(path).to_dict())
         return found
     except LaunchError as error:  # a bug report may be about just this
         return {"error": str(error)}

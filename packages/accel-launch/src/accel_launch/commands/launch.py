@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_launch.errors import LaunchError
 from accel_launch.local.system import require_posix
-from accel_launch.plan.launchers import LAUNCHERS, become
+from accel_launch.plan.launcher_table import LAUNCHERS, exec_launcher
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import LaunchPlan, Prepared
+from accel_launch.plan.plan import LauncherCommand, LaunchPlan
 from accel_launch.settings.parser import launch_flags_parser
 from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
@@ -90,7 +90,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def _launch_job(config: LaunchConfig, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from accel_launch.outside.sagemaker.job import job_text, run_job
+    from accel_launch.launchers.sagemaker.job import job_text, run_job
 
     explain, dry_run = (getattr(args, name, None) for name in ("explain", "dry_run"))
     if explain:
@@ -102,7 +102,7 @@ def _launch_job(config: LaunchConfig, args: argparse.Namespace, environ: Mapping
 
 
 def _warn_of_keys(settings: Settings) -> None:
-    keys = [f"--{name}" for name in ("aws_access_key_id", "aws_secret_access_key") if settings.given(name)]
+    keys = [f"--{name}" for name in ("aws_access_key_id", "aws_secret_access_key") if settings.is_set(name)]
     if keys:
         warnings.warn(f"Ignored without a config for Amazon SageMaker: {', '.join(keys)}.", stacklevel=3)
 
@@ -150,22 +150,22 @@ def _explained(settings: Settings) -> str:
 def _dry_run(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     from accel_launch.plan.explain import dry_run_text
 
-    prepared: Prepared = LAUNCHERS[plan.how].load("prepare")(plan, environ)
+    prepared: LauncherCommand = LAUNCHERS[plan.launcher].load("prepare")(plan, environ)
     # Nothing will listen on the port that was reserved.
-    if prepared.held is not None:
-        prepared.held.close()
+    if prepared.port_socket is not None:
+        prepared.port_socket.close()
     return dry_run_text(prepared, environ)
 
 
 def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    launcher = LAUNCHERS[plan.how]
+    launcher = LAUNCHERS[plan.launcher]
     if launcher.run:
         code = launcher.load("run")(plan)
         # Not for 0: the caller may be a program, which goes on.
         if code:
             sys.exit(code)
         return
-    prepared: Prepared = launcher.load("prepare")(plan, environ)
+    prepared: LauncherCommand = launcher.load("prepare")(plan, environ)
     # Last, as it may take minutes: everything else has been checked by then.
     prepared.wait()
-    become(prepared)
+    exec_launcher(prepared)

@@ -9,11 +9,11 @@ from typing import Any
 
 from accel_launch.commands.launch import read_config
 from accel_launch.errors import LaunchError
-from accel_launch.outside.tpu.gcloud import pod_command
-from accel_launch.plan.launchers import become
-from accel_launch.plan.plan import Prepared
-from accel_launch.settings.masking import mask_command
+from accel_launch.launchers.tpu.gcloud import pod_command
+from accel_launch.plan.launcher_table import exec_launcher
+from accel_launch.plan.plan import LauncherCommand
 from accel_launch.settings.parser import command_parser
+from accel_launch.settings.redact import redact_command
 from accel_state import env
 
 
@@ -110,6 +110,6 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     """
     command = setup_command(args)
     # Flushed: exec replaces this process, and with it what is still in the buffer.
-    print(shlex.join(mask_command(command)), flush=True)
+    print(shlex.join(redact_command(command)), flush=True)
     if not args.debug:
-        become(Prepared(command, env.snapshot(), "gcloud"))
+        exec_launcher(LauncherCommand(command, env.snapshot(), "gcloud"))

@@ -37,9 +37,9 @@ def reserve_port(port: int | None, source: str = "") -> socket.socket:
             reason = "may not be used: ports below 1024 are for the administrator"
         else:
             reason = f"cannot be used: {error.strerror}"
-        asked = f" (from {source})" if source else ""
+        where = f" (from {source})" if source else ""
         raise LaunchError(
-            f"Port {port}{asked} {reason}. Give another --main_process_port, or 0 for a free one."
+            f"Port {port}{where} {reason}. Give another --main_process_port, or 0 for a free one."
         ) from None
 
 
@@ -54,15 +54,15 @@ def _bind(port: int) -> socket.socket:
 
 
 def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
-    held = socket.socket(family, socket.SOCK_STREAM)
+    port_socket = socket.socket(family, socket.SOCK_STREAM)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             # Some systems have it on by default, and IPv4 would be free for others.
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            port_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         # Not followed by listen(): connections are refused, as if nobody had the port, until rank 0 is there.
-        held.bind(("", port))
+        port_socket.bind(("", port))
     except OSError:
-        held.close()
+        port_socket.close()
         raise
-    return held
+    return port_socket

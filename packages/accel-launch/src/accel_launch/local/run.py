@@ -16,10 +16,10 @@ from accel_launch.local.guard import Guard
 from accel_launch.local.output.destinations import Output
 from accel_launch.local.ports import reserve_port
 from accel_launch.local.signals import SignalPipe
-from accel_launch.local.supervisor import Member, Supervision
+from accel_launch.local.supervisor import Member, Supervisor
 from accel_launch.local.worker import Worker, adopt_orphans
 from accel_launch.plan.environment import worker_environment
-from accel_launch.plan.plan import LaunchPlan, Prepared
+from accel_launch.plan.plan import LauncherCommand, LaunchPlan
 from accel_state.env import CPUInformation
 
 
@@ -40,16 +40,16 @@ def run_local(plan: LaunchPlan) -> int:
     _open_standard_streams()
     port = plan.settings["main_process_port"]
     with (
-        reserve_port(port.value, port.detail if port.given else "") as held,
+        reserve_port(port.value, port.detail if port.is_set else "") as port_socket,
         contextlib.closing(Guard()) as guard,
         SignalPipe() as signals,
         record_folder() as records,
     ):
-        run = Supervision(plan, Output.of(plan))
+        run = Supervisor(plan, Output.of(plan))
         # Before the first worker, which may start something and end at once.
         adopt_orphans(True)
         try:
-            _start(run, guard, held.getsockname()[1], records)
+            _start(run, guard, port_socket.getsockname()[1], records)
             run.loop(signals, guard.remove)
         finally:
             # Also after an error in the loop: no worker may be left behind.
@@ -61,7 +61,7 @@ def run_local(plan: LaunchPlan) -> int:
     return code
 
 
-def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
     """Return what rank 0 runs.
 
     Args:
@@ -69,9 +69,11 @@ def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
         base: This process's environment.
     """
     port = plan.settings["main_process_port"]
-    with reserve_port(port.value, port.detail if port.given else "") as held:
-        environ = _worker_environment(plan, 0, held.getsockname()[1])
-    return Prepared(plan.command, environ, f"{plan.processes} processes on this machine; of these, rank 0:")
+    with reserve_port(port.value, port.detail if port.is_set else "") as port_socket:
+        environ = _worker_environment(plan, 0, port_socket.getsockname()[1])
+    return LauncherCommand(
+        plan.command, environ, f"{plan.processes} processes on this machine; of these, rank 0:"
+    )
 
 
 def _worker_environment(plan: LaunchPlan, rank: int, port: int) -> dict[str, str]:
@@ -86,7 +88,7 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _start(run: Supervision, guard: Guard, port: int, records: Path | None) -> None:
+def _start(run: Supervisor, guard: Guard, port: int, records: Path | None) -> None:
     for rank in range(run.plan.processes):
         environ = _worker_environment(run.plan, rank, port)
         record = records and records / f"{rank}.json"

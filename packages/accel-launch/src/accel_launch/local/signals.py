@@ -56,10 +56,10 @@ def ended_by_sigterm() -> Iterator[None]:
         LaunchError: In another thread than the main one.
     """
     _require_main_thread()
-    asked: list[int] = []
+    requested: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        requested.append(number)
         # os.write: print is not safe in a handler that may have interrupted another print.
         os.write(2, b"accel launch: SIGTERM: ended, as no worker runs.\n")
         raise SystemExit(128 + number)
@@ -68,8 +68,8 @@ def ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if asked:  # Ray makes another exception of it
-            raise SystemExit(128 + asked[0]) from None
+        if requested:  # Ray makes another exception of it
+            raise SystemExit(128 + requested[0]) from None
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

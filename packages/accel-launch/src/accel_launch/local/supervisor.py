@@ -1,4 +1,4 @@
-"""Look after workers until all have ended, wherever they run, and end them together.
+"""Supervise workers until all have ended, wherever they run, and stop them together.
 
 One wait covers everything: workers' output, workers' ends and signals; nothing is polled. When a worker
 fails the others get SIGTERM and, after a grace period, SIGKILL.
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel_launch.local.member import Supervised
 from accel_launch.local.output.console import has_colour
 from accel_launch.local.output.destinations import Output
 from accel_launch.local.output.streams import TRACEBACK, Stream
 from accel_launch.local.signals import ENDING, SignalPipe, signal_name
+from accel_launch.local.supervised_worker import SupervisedWorker
 from accel_launch.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ _REQUEST_GRACE_S = 30.0
 # What a worker started and left behind: loader workers, trackers' processes.
 _LEFTOVER_GRACE_S = 2.0
 _SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
-# How long one in trouble may end by itself, before the SIGTERM that would cut its traceback off.
+# How long a failing worker may end by itself, before the SIGTERM that would cut its traceback off.
 _TRACEBACK_S = 2.0
 # The same for all where a watchdog is on, at most half of the grace period (2.5 s by default): they notice
-# the loss of one, and report where each process is.
+# the lost worker, and report where each process is.
 _REPORT_S = 3.0
 # After SIGKILL: a process that waits for a disk or a GPU's driver takes no signal.
 _ABANDON_S = 3.0
@@ -46,20 +46,20 @@ class Member:
     Args:
         worker: The worker.
         streams: Its streams, stderr first.
-        failed_at: When it got into the trouble that it ended by, from time.time().
+        failed_at: When the failure that ended it began, from time.time().
         terminated: Whether it was running when another had failed, and is sent SIGTERM for that.
-        stopped: Whether a signal ended it that it was sent for that.
-        words: The end of its stderr, where it failed.
-        unshown: Whether those words have not been shown.
+        stopped: Whether that signal ended it.
+        stderr_tail: The end of its stderr, where it failed.
+        is_hidden: Whether that tail has not been shown.
     """
 
-    worker: Supervised
+    worker: SupervisedWorker
     streams: list[Stream]
     failed_at: float | None = None
     terminated: bool = False
     stopped: bool = False
-    words: bytes = b""
-    unshown: bool = False
+    stderr_tail: bytes = b""
+    is_hidden: bool = False
 
     @property
     def stderr(self) -> Stream:
@@ -68,7 +68,7 @@ class Member:
 
 
 @dataclass
-class Supervision:
+class Supervisor:
     """The state of a run.
 
     Args:
@@ -76,14 +76,14 @@ class Supervision:
         output: Where the output goes.
         members: The workers.
         failed: Whether one failed.
-        asked: The signal that asked the run to end.
+        stop_signal: The signal that asked the run to end.
     """
 
     plan: LaunchPlan
     output: Output
     members: list[Member] = field(default_factory=list)
     failed: bool = False
-    asked: int | None = None
+    stop_signal: int | None = None
 
     def loop(self, signals: SignalPipe, forget: Callable[[int], None]) -> None:
         """Wait and react until nothing of any worker is left.
@@ -99,7 +99,7 @@ class Supervision:
 
     def _wait(self, signals: SignalPipe) -> None:
         """Sleep until a signal, output or a deadline, and pass output on."""
-        # Made anew each time: streams end, and a full console takes its workers' streams out.
+        # Made again each time: streams end, and a full console takes its workers' streams out.
         poll = select.poll()
         poll.register(signals.descriptor, select.POLLIN)
         readers = {}
@@ -148,7 +148,7 @@ class Supervision:
     def _on_signals(self, numbers: list[int], forget: Callable[[int], None]) -> None:
         for number in numbers:
             if number in ENDING:
-                self._asked_to_end(number)
+                self._request_end(number)
             elif number == signal.SIGTSTP:
                 self._suspend()
             elif number == signal.SIGWINCH:
@@ -168,32 +168,32 @@ class Supervision:
                 forget(member.worker.pid)
 
     def _on_end(self, member: Member, now: float) -> None:
-        """React to a worker's end: keep its last words, clear its group, stop the others if it failed."""
-        # Before anything is concluded from its words: the last of them may still be in the pipe.
+        """React to a worker's end: keep its stderr tail, clear its group, stop the others on failure."""
+        # Before anything is concluded from its output: the end of it may still be in the pipe.
         for stream in member.streams:
             stream.drain(now)
         worker = member.worker
         if worker.returncode:
-            self._note_failure(member, now)
+            self._record_failure(member, now)
         if not worker.gone:  # something that it started is still running
             worker.signal_group(signal.SIGTERM)
             worker.kill_by(now + _LEFTOVER_GRACE_S)
-        if worker.returncode and not self.failed and self.asked is None:
+        if worker.returncode and not self.failed and self.stop_signal is None:
             self.failed = True
             self._stop(now)
 
-    def _note_failure(self, member: Member, now: float) -> None:
-        worker, held_since = member.worker, member.stderr.held_since
+    def _record_failure(self, member: Member, now: float) -> None:
+        worker, delayed_since = member.worker, member.stderr.delayed_since
         by_sigterm, by_sigkill = (worker.returncode == -end for end in (signal.SIGTERM, signal.SIGKILL))
         member.stopped = (by_sigterm and self.failed) or (by_sigkill and worker.killed)
-        member.unshown = held_since is not None
-        member.words = member.stderr.take_held() or member.stderr.last_words()
+        member.is_hidden = delayed_since is not None
+        member.stderr_tail = member.stderr.take_delayed() or member.stderr.tail()
         if worker.raised is not None:
             member.failed_at = worker.raised.at
-            if TRACEBACK not in member.words:  # it was stopped before it showed it
-                member.unshown, member.words = True, worker.raised.text.encode()
+            if TRACEBACK not in member.stderr_tail:  # it was stopped before it showed it
+                member.is_hidden, member.stderr_tail = True, worker.raised.text.encode()
         elif not member.stopped:
-            member.failed_at = time.time() - (now - (held_since or now))
+            member.failed_at = time.time() - (now - (delayed_since or now))
 
     def _stop(self, now: float) -> None:
         grace = self.plan.settings.value("grace_period")
@@ -203,21 +203,21 @@ class Supervision:
         for member in self.members:
             worker = member.worker
             member.terminated = worker.running
-            # One in trouble is ending by itself, and may be the cause of it all.
+            # A failing worker is ending by itself, and may be the root cause.
             # Where one has saved its state and ended, the others are about to.
-            is_ending = member.stderr.in_trouble or saved
+            is_ending = member.stderr.is_failing or saved
             patience = _REPORT_S if watched else _TRACEBACK_S if is_ending else 0.0
             worker.term_at = now + min(patience, grace / 2)
             worker.kill_by(now + grace)
 
-    def _asked_to_end(self, number: int) -> None:
-        """Pass a request to end on; a second one does not wait any longer."""
+    def _request_end(self, number: int) -> None:
+        """Forward a request to end; a second one kills at once."""
         now = time.monotonic()
-        if self.asked is not None or self.failed:
+        if self.stop_signal is not None or self.failed:
             for member in self.members:
                 member.worker.kill_by(now)
             return
-        self.asked = number
+        self.stop_signal = number
         grace = self.plan.settings.value("grace_period")
         grace = _REQUEST_GRACE_S if grace is None else grace
         self.output.say(
@@ -241,35 +241,35 @@ class Supervision:
             member.worker.signal_group(signal.SIGCONT)
 
     def conclude(self) -> int:
-        """Show what is still held back and the summary.
+        """Show delayed tracebacks and the summary.
 
         Returns:
             0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run.
             75 where every worker ended with 75, which is no failure.
         """
         now = time.monotonic()
-        # A summary shows the words of the first failure itself; they are not shown twice.
+        # A summary shows the stderr of the first failure itself; it is not shown twice.
         quiet = self.plan.settings.value("quiet")
         saved = all(member.worker.returncode == _SAVED for member in self.members)
         reported = self.failed and not saved and not quiet
         for member in self.members:
-            if member.unshown and not (reported and member.failed_at is not None):
-                member.stderr.show(member.words)
+            if member.is_hidden and not (reported and member.failed_at is not None):
+                member.stderr.show(member.stderr_tail)
             for stream in member.streams:
                 stream.drain(now)
-                stream.show(stream.take_held())
+                stream.show(stream.take_delayed())
                 stream.close()
         if saved:
             if not quiet:
                 self.output.say(
                     f"accel launch: all {len(self.members)} processes ended with exit code {_SAVED}, by "
-                    "which they say that their state is saved. Start the same command again to go on.\n"
+                    "which they say that their state is saved. Start the same command again to continue.\n"
                 )
             return _SAVED
         if self.failed:
             return self._report()
-        if self.asked is not None and any(member.worker.returncode for member in self.members):
-            return 128 + self.asked
+        if self.stop_signal is not None and any(member.worker.returncode for member in self.members):
+            return 128 + self.stop_signal
         return 0
 
     def _report(self) -> int:
@@ -302,8 +302,8 @@ def _failure(member: Member, at: float) -> Failure:
         worker.host,
         worker.returncode or 0,
         at,
-        clean(member.words),
-        shown=not member.unshown,
+        clean(member.stderr_tail),
+        shown=not member.is_hidden,
         stopped=member.stopped,
         terminated=member.terminated,
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from accel_launch.local.failures.record import read_record
-from accel_launch.local.member import Supervised
+from accel_launch.local.supervised_worker import SupervisedWorker
 
 # Numbers of linux/prctl.h; Python has no names for them.
 _PR_SET_PDEATHSIG = 1
@@ -51,7 +51,7 @@ def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
     return prepare
 
 
-class Worker(Supervised):
+class Worker(SupervisedWorker):
     """One worker and its process group.
 
     The group outlives the worker while something that the worker started is still running in it.

@@ -57,8 +57,8 @@ def common_environment(
     environ = dict(base)
     for setting in SETTINGS.values():
         found = settings[setting.name]
-        given = found.given and found.source != Source.ENVIRONMENT
-        default = setting.always and not found.given and found.value not in (None, ())
+        given = found.is_set and found.source != Source.ENVIRONMENT
+        default = setting.always and not found.is_set and found.value not in (None, ())
         if not setting.from_environment or setting.name in _PLANNED or not settings.active(setting):
             continue
         if given or default:
@@ -119,7 +119,7 @@ def worker_environment(
     return environ
 
 
-def outside_any_run(environ: Mapping[str, str]) -> dict[str, str]:
+def without_worker_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what would make its process a worker of another run.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from accel_launch.plan.plan import Prepared
-from accel_launch.settings.masking import mask_command, mask_values
+from accel_launch.plan.plan import LauncherCommand
+from accel_launch.settings.redact import redact_command, redact_values
 from accel_launch.settings.resolve import Settings
 from accel_launch.settings.schema import GROUPS, SETTINGS
 
@@ -24,13 +24,13 @@ def explain_text(settings: Settings) -> str:
         shown = [
             setting
             for setting in SETTINGS.values()
-            if setting.group == key and (settings.given(setting.name) or settings.active(setting))
+            if setting.group == key and (settings.is_set(setting.name) or settings.active(setting))
         ]
         if shown:
             rows.append(("", f"{group.title}:", ""))
         for setting in shown:
             found = settings[setting.name]
-            value = _text(mask_values(found.value, setting.name))
+            value = _text(redact_values(found.value, setting.name))
             note = "" if settings.active(setting) else f" (not in use: needs {group.remedy})"
             rows.append((f"  {setting.name}", value, found.detail + note))
     name_width = max(len(name) for name, _, _ in rows) + 2
@@ -52,7 +52,7 @@ def _text(value: object) -> str:
     return str(value) or "-"
 
 
-def dry_run_text(prepared: Prepared, base: Mapping[str, str]) -> str:
+def dry_run_text(prepared: LauncherCommand, base: Mapping[str, str]) -> str:
     """Return the command, and the environment as far as it differs from this process's, without secrets.
 
     Args:
@@ -64,8 +64,8 @@ def dry_run_text(prepared: Prepared, base: Mapping[str, str]) -> str:
     # All of it can be pasted into a shell.
     lines += [f"unset {name}" for name in sorted(base) if name not in environ]
     lines += [
-        f"export {name}={shlex.quote(mask_values(text, name))}"
+        f"export {name}={shlex.quote(redact_values(text, name))}"
         for name, text in sorted(environ.items())
         if base.get(name) != text
     ]
-    return "\n".join([*lines, shlex.join(mask_command(prepared.command))])
+    return "\n".join([*lines, shlex.join(redact_command(prepared.command))])

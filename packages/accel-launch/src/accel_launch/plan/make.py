@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from accel_launch.errors import LaunchError
-from accel_launch.plan.environment import common_environment, outside_any_run
-from accel_launch.plan.launchers import choose_elsewhere, choose_here, warn_unused
+from accel_launch.plan.environment import common_environment, without_worker_variables
+from accel_launch.plan.launcher_table import choose_here, choose_remote_launcher, warn_unused
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.plan import LaunchPlan
 from accel_launch.plan.script import worker_command
@@ -38,11 +38,11 @@ def make_plan(
         LaunchError: If the script does not exist, or counts, devices and machines do not fit together.
     """
     command = worker_command(settings, script, arguments, environ)
-    how = choose_elsewhere(settings)
-    if how is not None:  # this machine and its devices do not count
-        if settings.given("num_processes"):
+    launcher = choose_remote_launcher(settings)
+    if launcher is not None:  # this machine and its devices do not count
+        if settings.is_set("num_processes"):
             _check_mesh(settings)
-            if how == "srun":  # or each of the launchers would say it
+            if launcher == "srun":  # or each of the launchers would say it
                 _per_machine(settings, 0, 0)
         # 0: how many there are here is decided elsewhere.
         mask, processes, machines = None, 0, _machine_range(settings)
@@ -57,14 +57,14 @@ def make_plan(
         settings = _count_processes(settings, len(gpus), machines[1])
         processes = _per_machine(settings, _hosts(settings), len(gpus))
         _check_mesh(settings)
-        how = choose_here(settings)
+        launcher = choose_here(settings)
         # Last, as it divides the cores by the number of processes.
         settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
-    warn_unused(settings, how)
+    warn_unused(settings, launcher)
     # Several workers get the variables of their own run in their place.
-    if how == "exec" and _is_a_run_of_its_own(settings, environ):
-        environ = outside_any_run(environ)
+    if launcher == "exec" and _is_a_run_of_its_own(settings, environ):
+        environ = without_worker_variables(environ)
     environ = common_environment(
         settings,
         environ,
@@ -72,12 +72,12 @@ def make_plan(
         threads=None if threads.source == Source.ENVIRONMENT else threads.value,
     )
     if settings.value("tpu"):
-        from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
+        from accel_launch.launchers.tpu.variables import prepare_tpu, tpu_settings
 
         _, environ = prepare_tpu(tpu_settings(settings), environ)
     return LaunchPlan(
         settings=settings,
-        how=how,
+        launcher=launcher,
         script=script,
         arguments=tuple(arguments),
         command=tuple(command),
@@ -97,7 +97,7 @@ def _choose_rendezvous(settings: Settings) -> Settings:
     again = settings.value("max_restarts") > 0 or ":" in str(settings.value("num_machines"))
     if not again or settings.value(name) != "static":
         return settings
-    if not settings.given(name):
+    if not settings.is_set(name):
         return settings.replace(**{name: Effective("c10d", Source.DETECTED, "detected: restarts")})
     if settings.value("max_restarts"):
         warnings.warn(
@@ -162,7 +162,7 @@ def _count_processes(settings: Settings, gpus: int, machines: int) -> Settings:
             f"{settings['multi_gpu'].detail} asks for several GPUs, but no NVIDIA or AMD GPU is visible. "
             "Give --cpu to run on the CPU."
         )
-    if settings.given("num_processes"):
+    if settings.is_set("num_processes"):
         return settings
     reason = f"{gpus} visible GPUs" if gpus else "no visible GPU"
     return settings.replace(
@@ -175,7 +175,7 @@ def _hosts(settings: Settings) -> int:
     """Number of machines in the hostfile of mpirun; 0 without one."""
     if settings.value("mpirun_hostfile") is None or settings.value("launcher") not in ("auto", "mpirun"):
         return 0
-    from accel_launch.outside.hostfile import read_hostfile
+    from accel_launch.launchers.hostfile import read_hostfile
 
     return len(read_hostfile(settings.value("mpirun_hostfile")))
 
@@ -222,7 +222,7 @@ def _check_mesh(settings: Settings) -> None:
 
 def _mesh_sources(settings: Settings) -> str:
     found = [settings[f"parallelism_config_{axis}_size"] for axis in _AXES]
-    return ", ".join(dict.fromkeys(each.detail for each in found if each.given))
+    return ", ".join(dict.fromkeys(each.detail for each in found if each.is_set))
 
 
 def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool:
@@ -236,7 +236,7 @@ def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool
 
 def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
     """Share the cores among several workers, as each would otherwise use all of them."""
-    if settings.given("num_cpu_threads_per_process") or processes == 1:
+    if settings.is_set("num_cpu_threads_per_process") or processes == 1:
         return settings
     # Otherwise each of n processes starts as many threads as there are cores, and they fight for them.
     threads = max(cores // processes, 1)

@@ -11,7 +11,7 @@ from accel_launch.settings.resolve import Settings
 if TYPE_CHECKING:
     import socket
 
-How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
+LauncherName = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class LaunchPlan:
 
     Args:
         settings: The effective settings, detected values included.
-        how: What starts the workers: a name of `LAUNCHERS`.
+        launcher: What starts the workers: a name of `LAUNCHERS`.
         script: The script, module or program.
         arguments: Its arguments.
         command: What one worker runs.
@@ -30,7 +30,7 @@ class LaunchPlan:
     """
 
     settings: Settings
-    how: How
+    launcher: LauncherName
     script: str
     arguments: tuple[str, ...]
     command: tuple[str, ...]
@@ -44,19 +44,19 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LauncherCommand:
     """The program that starts the workers.
 
     Args:
         command: The program and its arguments; of a launcher that supervises workers, what rank 0 runs.
         environ: Its environment.
         note: One line on what it is.
-        held: A socket that reserves the port until the program ends.
+        port_socket: A socket that reserves the port until the program ends.
         wait: Called before it is started; raises LaunchError if that would be in vain.
     """
 
     command: Sequence[str]
     environ: Mapping[str, str]
     note: str
-    held: socket.socket | None = None
+    port_socket: socket.socket | None = None
     wait: Callable[[], None] = _nothing

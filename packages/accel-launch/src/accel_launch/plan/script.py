@@ -43,7 +43,7 @@ def worker_command(
             _devices(settings),
             "module" if is_module else "file",
         ]
-        return [sys.executable, "-m", "accel_launch.outside.tpu.spawn", *what, script, *arguments]
+        return [sys.executable, "-m", "accel_launch.launchers.tpu.spawn", *what, script, *arguments]
     # This Python, and not "python" on the PATH: accel is installed here.
     return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
 
@@ -51,7 +51,7 @@ def worker_command(
 def _devices(settings: Settings) -> str:
     """Return one or all: torch_xla takes no other number of processes."""
     count = settings["num_processes"]
-    if not count.given:
+    if not count.is_set:
         return "all"
     if count.value == 1:
         return "one"

@@ -43,7 +43,7 @@ class Effective:
     detail: str = "default"
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether a user gave it, rather than detection or the default."""
         return self.source >= Source.CONFIG
 
@@ -77,13 +77,13 @@ class Settings(Mapping[str, Effective]):
         """
         return self[name].value
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Return whether a user gave the setting.
 
         Args:
             name: The setting's name.
         """
-        return self[name].given
+        return self[name].is_set
 
     def active(self, setting: Setting) -> bool:
         """Return whether a setting counts: whether its group is switched on.
@@ -188,10 +188,10 @@ def _apply_kind(settings: Settings, config: LaunchConfig) -> Settings:
     changes: dict[str, Effective] = {}
     kind = _KINDS.get(config.distributed_type)
     # Another kind was asked for by a flag or a variable: the file's own kind is dropped.
-    chosen = any(settings.value(name) and settings.given(name) for name in _KINDS.values() if name != "cpu")
-    if kind is not None and not settings.given(kind) and not chosen:
+    chosen = any(settings.value(name) and settings.is_set(name) for name in _KINDS.values() if name != "cpu")
+    if kind is not None and not settings.is_set(kind) and not chosen:
         changes[kind] = Effective(True, Source.CONFIG, f"{config.path} (distributed_type)")
-    if config.values.get("parallelism_config") and not settings.given("use_parallelism_config"):
+    if config.values.get("parallelism_config") and not settings.is_set("use_parallelism_config"):
         changes["use_parallelism_config"] = Effective(
             True, Source.CONFIG, f"{config.path} (parallelism_config)"
         )

@@ -327,7 +327,7 @@ def test_a_file_of_answers_can_be_launched(
     config = LaunchConfig.from_values(values, Path("c.yaml"))
     settings = resolve(launch_command_parser().parse_args(["script.py"]), config, {})
 
-    assert make_plan(settings, "script.py", (), {}, Machine(gpus=gpus, cores=8)).how == how
+    assert make_plan(settings, "script.py", (), {}, Machine(gpus=gpus, cores=8)).launcher == how
 
 
 def test_the_tpu_is_offered_for_one_machine_alone() -> None:

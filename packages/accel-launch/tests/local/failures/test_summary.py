@@ -13,8 +13,8 @@ GONE = BOOM.replace("ValueError: boom", "RuntimeError: [pair.cc:5] Connection cl
 WATCHDOG = "terminate called\n  what(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL\n"
 
 
-def failure(rank: int, at: float = 0, words: str = BOOM, returncode: int = 1, **others: Any) -> Failure:
-    return Failure(rank, "node7", returncode, at, words, **others)
+def failure(rank: int, at: float = 0, stderr_tail: str = BOOM, returncode: int = 1, **others: Any) -> Failure:
+    return Failure(rank, "node7", returncode, at, stderr_tail, **others)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,15 @@ def test_a_traceback_that_was_shown_is_not_repeated() -> None:
 
 
 def test_words_without_a_traceback_are_repeated_as_other_workers_may_have_written_since() -> None:
-    text = failure_summary([failure(0, words="no data\n", shown=True)], Report("accel launch", 1))
+    text = failure_summary([failure(0, stderr_tail="no data\n", shown=True)], Report("accel launch", 1))
 
     assert text.endswith("The end of its stderr:\nno data\n")
 
 
 def test_silence_is_said() -> None:
-    text = failure_summary([failure(0, words=""), failure(1, 1, words="")], Report("accel launch", 2))
+    text = failure_summary(
+        [failure(0, stderr_tail=""), failure(1, 1, stderr_tail="")], Report("accel launch", 2)
+    )
 
     assert text.endswith(
         "It wrote nothing to stderr.\n  then rank 1 (exit code 1): it wrote nothing to stderr\n"
@@ -104,18 +106,20 @@ def test_many_others_take_few_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "stderr_tail",
     [
         "  what(): [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 6 vs 4.\n",
         WATCHDOG,
         BOOM.replace("boom", "Timed out waiting 1800000ms for recv operation to complete"),
     ],
 )
-def test_a_collective_that_does_not_fit_suggests_debug_mode(words: str) -> None:
-    text = failure_summary([failure(0, words=words)], Report("accel launch", 2))
+def test_a_collective_that_does_not_fit_suggests_debug_mode(stderr_tail: str) -> None:
+    text = failure_summary([failure(0, stderr_tail=stderr_tail)], Report("accel launch", 2))
 
     assert "accel launch --debug" in text.splitlines()[-1]
-    assert "--debug" not in failure_summary([failure(0, words=words)], Report("accel launch", 2, debug=True))
+    assert "--debug" not in failure_summary(
+        [failure(0, stderr_tail=stderr_tail)], Report("accel launch", 2, debug=True)
+    )
     assert "--debug" not in failure_summary([failure(0)], Report("accel launch", 2))
 
 

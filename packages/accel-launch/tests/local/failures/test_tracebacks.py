@@ -75,10 +75,10 @@ def test_the_last_exception_is_found(text: str, exception: str) -> None:
 
 
 def test_colours_and_torchs_rank_are_taken_out() -> None:
-    words = b'[rank12]: Traceback (most recent call last):\n[rank12]:   File \x1b[35m"x"\x1b[0m\n'
-    words += b"[rank1]: \n[rank1]:[W1] y"
+    stderr_tail = b'[rank12]: Traceback (most recent call last):\n[rank12]:   File \x1b[35m"x"\x1b[0m\n'
+    stderr_tail += b"[rank1]: \n[rank1]:[W1] y"
 
-    assert clean(words) == 'Traceback (most recent call last):\n  File "x"\n\n[rank1]:[W1] y'
+    assert clean(stderr_tail) == 'Traceback (most recent call last):\n  File "x"\n\n[rank1]:[W1] y'
 
 
 def test_the_libraries_that_are_here_are_known_by_their_folders() -> None:

@@ -110,20 +110,20 @@ def test_the_log_gets_every_byte_without_prefix(pipes: Any, tmp_path: Path) -> N
 
 
 def test_a_traceback_is_held_and_can_be_taken(pipes: Any) -> None:
-    stream = pipes(hold=True)
+    stream = pipes(delay_tracebacks=True)
     stream.send(b"before\n" + TRACEBACK[:20], now=5.0)
     stream.send(TRACEBACK[20:], now=5.1)
 
     assert stream.shown() == b"before\n"
-    assert stream.stream.held_since == 5.1
-    assert stream.stream.take_held() == TRACEBACK
+    assert stream.stream.delayed_since == 5.1
+    assert stream.stream.take_delayed() == TRACEBACK
     stream.stream.tick(100.0)
     assert stream.shown() == b""
     stream.end()
 
 
 def test_a_traceback_that_ends_nothing_is_shown_in_one_piece_after_a_moment(pipes: Any) -> None:
-    stream = pipes(hold=True)
+    stream = pipes(delay_tracebacks=True)
     stream.send(TRACEBACK, now=5.0)
     stream.send(b"last lines\n", now=5.4)
     assert stream.stream.deadline() == pytest.approx(8.0)
@@ -138,7 +138,7 @@ def test_a_traceback_that_ends_nothing_is_shown_in_one_piece_after_a_moment(pipe
 
 
 def test_a_worker_that_goes_on_writing_shows_its_traceback_sooner(pipes: Any) -> None:
-    stream = pipes(hold=True)
+    stream = pipes(delay_tracebacks=True)
     stream.send(TRACEBACK, now=5.0)
     stream.send(b" 10%\r", now=5.6)
 
@@ -148,7 +148,7 @@ def test_a_worker_that_goes_on_writing_shows_its_traceback_sooner(pipes: Any) ->
 
 def test_the_last_traceback_of_a_worker_that_fails_is_held_longer(pipes: Any, tmp_path: Path) -> None:
     record = tmp_path / "error.json"
-    stream = pipes(hold=True, record=record)
+    stream = pipes(delay_tracebacks=True, record=record)
     stream.send(TRACEBACK, now=5.0)
     record.touch()
     stream.send(b"[W1122] the group was not destroyed\n", now=6.0)
@@ -162,7 +162,7 @@ def test_the_last_traceback_of_a_worker_that_fails_is_held_longer(pipes: Any, tm
 
 
 def test_what_is_held_has_a_limit(pipes: Any) -> None:
-    stream = pipes(hold=True)
+    stream = pipes(delay_tracebacks=True)
     stream.send(TRACEBACK, now=5.0)
     for _ in range(20):
         stream.send(b"x" * 4095 + b"\n", now=5.0)
@@ -174,10 +174,10 @@ def test_what_is_held_has_a_limit(pipes: Any) -> None:
 def test_the_last_words_are_the_last_traceback_or_lines(pipes: Any) -> None:
     stream = pipes()
     stream.send(b"".join(b"%d\n" % number for number in range(100)))
-    assert stream.stream.last_words() == b"".join(b"%d\n" % number for number in range(80, 100))
+    assert stream.stream.tail() == b"".join(b"%d\n" % number for number in range(80, 100))
 
     stream.send(b"[rank1]: " + TRACEBACK)
-    assert stream.stream.last_words() == b"[rank1]: " + TRACEBACK
+    assert stream.stream.tail() == b"[rank1]: " + TRACEBACK
     stream.end()
 
 

@@ -99,12 +99,12 @@ from accel_launch.commands.embedding import prepare_deepspeed_cmd_env as prepare
 from accel_launch.commands.embedding import prepare_multi_gpu_env as prepare_multi_gpu_env
 from accel_launch.commands.embedding import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_launch.config.write import write_basic_config as write_basic_config
-from accel_launch.notebook import PrepareForLaunch as PrepareForLaunch
-from accel_launch.outside.sagemaker.estimator import (
+from accel_launch.launchers.sagemaker.estimator import (
     prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
 )
-from accel_launch.outside.tpu.colab import install_xla as install_xla
-from accel_launch.outside.tpu.variables import prepare_tpu as prepare_tpu
+from accel_launch.launchers.tpu.colab import install_xla as install_xla
+from accel_launch.launchers.tpu.variables import prepare_tpu as prepare_tpu
+from accel_launch.notebook import PrepareForLaunch as PrepareForLaunch
 from accel_ops.collectives.objects import broadcast_object_list as broadcast_object_list
 from accel_ops.collectives.objects import gather_object as gather_object
 from accel_ops.collectives.operations import broadcast as broadcast

@@ -10,7 +10,7 @@ from accel_launch.config.ask.prompt import Back, Prompt
 from accel_launch.config.ask.question import Answers, Question, is_sagemaker, is_tpu
 from accel_launch.config.ask.questions import questions
 from accel_launch.config.file import LaunchConfig
-from accel_launch.settings.masking import mask_values
+from accel_launch.settings.redact import redact_values
 from accel_launch.settings.schema import CLUSTER_KEYS, SAGEMAKER_KEYS, SETTINGS
 
 _ELSEWHERE = {"pod": "tpu", "sagemaker": "sagemaker"}  # what is trained on where this machine does not count
@@ -83,7 +83,9 @@ def _confirm(prompt: Prompt, values: dict[str, Any]) -> dict[str, Any] | None:
     LaunchConfig.from_values(values)  # the file that is shown is one that loads
     print("\nThe config file:\n")
     print(
-        "".join(f"    {line}\n" for line in yaml.safe_dump(mask_values(values), sort_keys=True).splitlines())
+        "".join(
+            f"    {line}\n" for line in yaml.safe_dump(redact_values(values), sort_keys=True).splitlines()
+        )
     )
     return values if prompt.choose("Write it?", ("yes", "no"), 0) == 0 else None
 

@@ -17,13 +17,13 @@ from accel_launch.local.failures.tracebacks import (
     library_folders,
 )
 from accel_launch.local.signals import known_signals, signal_name
-from accel_launch.settings.masking import mask_command
+from accel_launch.settings.redact import redact_command
 
 _OTHERS = 8  # lines for workers that failed later
 _CRASHES = tuple(-number for number in known_signals("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL"))
 # Not SIGABRT: a worker whose peers are gone may abort.
 
-# What a process says whose peer is gone or does not come, in gloo's, NCCL's, the store's and Python's words.
+# Errors of a process whose peer is gone or does not come, as gloo, NCCL, the store and Python write them.
 _LOST = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|ConnectionError|broken pipe|"
     r"socket (?:closed|timeout)|failed to recv|recvValue failed|ncclRemoteError|communicator was aborted|"
@@ -48,9 +48,9 @@ class Failure:
         rank: Its rank.
         host: The name of its machine.
         returncode: Its exit code, or minus the signal that ended it.
-        at: When it got into trouble, from time.time().
-        words: The end of its stderr, as clean text.
-        shown: Whether these words have been shown.
+        at: When the failure began, from time.time().
+        stderr_tail: The end of its stderr, as clean text.
+        shown: Whether that text has been shown.
         stopped: Whether it was stopped, as it did not end by itself after its exception.
         terminated: Whether it was still running when another had failed, and was sent SIGTERM for that.
     """
@@ -59,14 +59,14 @@ class Failure:
     host: str
     returncode: int
     at: float
-    words: str
+    stderr_tail: str
     shown: bool = False
     stopped: bool = False
     terminated: bool = False
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
+        """How it ended, as text."""
         return "stopped after its exception" if self.stopped else describe_end(self.returncode)
 
     @property
@@ -78,29 +78,29 @@ class Failure:
 
     @property
     def lost_others(self) -> bool:
-        """Whether it failed as it lost the connection to others, which so failed before it."""
-        return _LOST.search(last_exception(self.words) or self.words) is not None
+        """Whether it failed because it lost the connection to others, which so failed before it."""
+        return _LOST.search(last_exception(self.stderr_tail) or self.stderr_tail) is not None
 
 
 def first_failure(failures: Collection[Failure]) -> Failure:
-    """Return the failure that began it all.
+    """Return the failure that caused the others.
 
-    Times alone do not say: on a busy machine a worker's end can be seen before that of the one it lost.
+    Times alone are not enough: on a busy machine a worker's end can be seen before that of the lost peer.
 
     Args:
         failures: All failures, at least one.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
-        # Others can notice a crash before its end is seen, and say so in words that are not in _LOST.
+        # Others can notice a crash before its end is seen, with errors that _LOST does not match.
         if failure.returncode in _CRASHES and not failure.stopped:
             return 0, failure.at
         # A worker that saves on SIGTERM and ends with 75, say, or is aborted by torch.
-        if failure.terminated and not last_exception(failure.words):
+        if failure.terminated and not last_exception(failure.stderr_tail):
             return 3, failure.at
         return 2 if failure.lost_others else 1, failure.at
 
-    # Crashes first, then exceptions of their own, then lost connections, then those that were asked to end.
+    # Crashes first, then exceptions, then lost connections, then workers that were asked to end.
     return min(failures, key=order)
 
 
@@ -118,7 +118,7 @@ def describe_end(returncode: int) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The facts of a run that a summary shows beside the failures.
+    """What a summary shows of a run in addition to the failures.
 
     Args:
         who: The command that prints it, e.g. `accel launch`.
@@ -164,12 +164,12 @@ def failure_summary(failures: Collection[Failure], report: Report) -> str:
     title = f"{report.who}: rank {first.rank} of {report.size} on {first.host} failed ({first.end}){others}."
     lines = [report.paint(31, title)]
     if report.command:
-        lines.append(f"  command: {shlex.join(mask_command(report.command))}")
+        lines.append(f"  command: {shlex.join(redact_command(report.command))}")
     if report.logs is not None:
         lines.append(f"  logs: {report.logs}")
-    lines += _words(first, report)
+    lines += _stderr_lines(first, report)
     lines += _other_lines([failure for failure in failures if failure is not first])
-    if not report.debug and _MISMATCH.search(first.words):
+    if not report.debug and _MISMATCH.search(first.stderr_tail):
         lines.append(_HINT)
     return "\n".join(lines) + "\n"
 
@@ -178,9 +178,9 @@ def _other_lines(others: list[Failure]) -> list[str]:
     others = sorted(others, key=lambda failure: failure.at)
     lines = []
     for failure in others[:_OTHERS]:
-        said = (last_exception(failure.words) or failure.words.rstrip()).splitlines()
-        # An exception begins with what it is; other words end with what came last.
-        text = said[0 if HEADER in failure.words else -1] if said else "it wrote nothing to stderr"
+        tail = (last_exception(failure.stderr_tail) or failure.stderr_tail.rstrip()).splitlines()
+        # An exception begins with its type; of other output the last line says most.
+        text = tail[0 if HEADER in failure.stderr_tail else -1] if tail else "it wrote nothing to stderr"
         what = " lost its connection" if failure.lost_others else ""
         lines.append(f"  then rank {failure.rank}{what} ({failure.end}): {text}")
     if len(others) > _OTHERS:
@@ -188,8 +188,8 @@ def _other_lines(others: list[Failure]) -> list[str]:
     return lines
 
 
-def _words(first: Failure, report: Report) -> list[str]:
-    text = first.words.rstrip()
+def _stderr_lines(first: Failure, report: Report) -> list[str]:
+    text = first.stderr_tail.rstrip()
     if not text:
         return ["It wrote nothing to stderr."]
     exception = last_exception(text)

@@ -1,4 +1,4 @@
-"""Read tracebacks in a worker's words: which exception, and the frames of libraries in one line each."""
+"""Read tracebacks in a worker's stderr: the exception, and the frames of libraries in one line each."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TORCH_LOG = re.compile(r"(?:\[rank\d+\]:)?\[[WEIF]\d{4} ")
 _FRAME = re.compile(r'  File "([^"]+)", line \d+, in ')
 
 
-def clean(words: bytes) -> str:
+def clean(text: bytes) -> str:
     """Return what a worker wrote as plain text: without colours, and without torch's rank before each line.
 
     Args:
-        words: The end of its stderr.
+        text: The end of its stderr.
     """
-    return _RANK.sub("", _COLOUR.sub("", words.decode(errors="replace")))
+    return _RANK.sub("", _COLOUR.sub("", text.decode(errors="replace")))
 
 
 def last_exception(text: str) -> str:
@@ -75,13 +75,13 @@ def fold_frames(text: str, folders: dict[str, str]) -> str:
     lines: list[str] = []
     for of_frames, entries in groupby(_entries(text.splitlines()), key=lambda entry: entry[0] is not None):
         found = list(entries)
-        shown = _fold(found, folders) if of_frames else (line for _, part in found for line in part)
+        shown = _fold(found, folders) if of_frames else (line for _, entry in found for line in entry)
         lines += shown
     return "\n".join(lines)
 
 
 def _entries(lines: Iterable[str]) -> Iterator[tuple[str | None, list[str]]]:
-    """Take text apart into frames, each with its file and lines, and other lines."""
+    """Split text into frames, each with its file and lines, and other lines."""
     frame: tuple[str | None, list[str]] | None = None
     for line in lines:
         found = _FRAME.match(line)
@@ -109,5 +109,5 @@ def _fold(frames: list[tuple[str | None, list[str]]], folders: dict[str, str]) -
             names = " and ".join(sorted({str(library(frame)) for frame in found}))
             yield f"{FOLDED}{len(found)} frame{'s' if len(found) > 1 else ''} of {names}"
         else:
-            yield from (line for _, part in found for line in part)
+            yield from (line for _, entry in found for line in entry)
     yield from last[1]

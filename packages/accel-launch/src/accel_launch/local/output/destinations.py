@@ -119,7 +119,7 @@ class Output:
             log = Log(self.folder / str(rank) / name, self._on_log_error)
         reading, writing = open_capture(console.descriptor)
         prefix = f"[{self.role}{rank}]: ".encode() if number in self.prefixed else b""
-        stream = Stream(reading, console, log=log, prefix=prefix, hold=number == 2, record=record)
+        stream = Stream(reading, console, log=log, prefix=prefix, delay_tracebacks=number == 2, record=record)
         return stream, writing
 
     def _on_log_error(self, error: OSError) -> None:

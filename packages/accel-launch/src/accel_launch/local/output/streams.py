@@ -1,7 +1,7 @@
 """A worker's stdout or stderr on its way to the console and to a log file.
 
-Lines are passed on at once and whole. A line without its end is passed on after a moment, so that prompts and
-progress bars show. A traceback is held back for a moment, as long as nothing else comes: if it is what ends
+Complete lines are passed on at once. A line without its end is passed on after a moment, so that prompts and
+progress bars show. A traceback is delayed for a moment, as long as nothing else comes: if it is what ends
 the worker it belongs in the summary, once and in one piece, else it is shown as one block.
 """
 
@@ -20,9 +20,9 @@ TRACEBACK = b"Traceback (most recent call last):"
 
 # Longer than a line takes to be written in two pieces, shorter than a reader notices.
 _PARTIAL_S = 0.05
-_HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
-_HOLD_LAST_S = 20.0  # the same, where the worker has written down that it fails
-_GOING_ON_S = 0.5  # output this long after the traceback says that the worker goes on
+_DELAY_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
+_DELAY_LAST_S = 20.0  # the same, where the worker has recorded its failure
+_CONTINUES_S = 0.5  # output this long after the traceback says that the worker continues
 # What accel_ops.debug.watchdog writes, in one piece.
 _REPORT = re.compile(rb"^Watchdog, process .*\n(?:  .*\n)*", re.MULTILINE)
 # A deep traceback has some kilobytes.
@@ -76,9 +76,9 @@ class Stream:
         console: Where it is shown; None for nowhere.
         log: What gets a copy; None for none.
         prefix: Shown before every line.
-        hold: Hold tracebacks back.
-        record: The file in which the worker writes down the exception by which it ends; where it has, the
-            traceback is its last and is held longer.
+        delay_tracebacks: Delay tracebacks, which may belong in the summary.
+        record: The file in which the worker records the exception that ends it; where it has, the
+            traceback is its last and is delayed longer.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Stream:
         *,
         log: Log | None = None,
         prefix: bytes = b"",
-        hold: bool = False,
+        delay_tracebacks: bool = False,
         record: Path | None = None,
     ) -> None:
         self.descriptor = descriptor
         self.console = console
-        self.held_since: float | None = None
+        self.delayed_since: float | None = None
         self.closed = False
         self._log = log
         self._prefix = prefix
-        self._hold = hold
+        self._delay_tracebacks = delay_tracebacks
         self._record = record
-        self._held = bytearray()
+        self._delayed = bytearray()
         self._partial = bytearray()
         self._partial_since = 0.0
         self._at_line_start = True
@@ -140,19 +140,19 @@ class Stream:
     def deadline(self) -> float | None:
         """Return when `tick` has something to do."""
         times = [self._partial_since + _PARTIAL_S] if self._partial else []
-        if self.held_since is not None:
-            times.append(self._held_until(self.held_since))
+        if self.delayed_since is not None:
+            times.append(self._delayed_until(self.delayed_since))
         return min(times, default=None)
 
-    def _held_until(self, since: float) -> float:
-        return since + (_HOLD_LAST_S if self._is_failing() else _HOLD_S)
+    def _delayed_until(self, since: float) -> float:
+        return since + (_DELAY_LAST_S if self._has_recorded_failure() else _DELAY_S)
 
     @property
-    def in_trouble(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether the worker has just shown a traceback, or is ending by an exception."""
-        return self.held_since is not None or self._is_failing()
+        return self.delayed_since is not None or self._has_recorded_failure()
 
-    def _is_failing(self) -> bool:
+    def _has_recorded_failure(self) -> bool:
         return self._record is not None and self._record.exists()
 
     def tick(self, now: float) -> None:
@@ -163,17 +163,17 @@ class Stream:
         """
         if self._partial and now >= self._partial_since + _PARTIAL_S:
             self._flush_partial(now)
-        if self.held_since is not None and now >= self._held_until(self.held_since):
-            self._show(self.take_held())
+        if self.delayed_since is not None and now >= self._delayed_until(self.delayed_since):
+            self._show(self.take_delayed())
 
-    def take_held(self) -> bytes:
-        """Return the traceback that is held back, which will not be shown any more by this stream."""
-        held = bytes(self._held)
-        self._held.clear()
-        self.held_since = None
-        return held
+    def take_delayed(self) -> bytes:
+        """Return the delayed traceback, which this stream will then not show."""
+        delayed = bytes(self._delayed)
+        self._delayed.clear()
+        self.delayed_since = None
+        return delayed
 
-    def last_words(self) -> bytes:
+    def tail(self) -> bytes:
         """Return the end of what was written: the last traceback in it, else the last lines."""
         start = self._tail.rfind(TRACEBACK)
         if start >= 0:
@@ -184,12 +184,12 @@ class Stream:
         """Show text of this worker on its console.
 
         Args:
-            data: Text taken from `take_held`.
+            data: Text taken from `take_delayed`.
         """
         self._show(data)
 
     def close(self) -> None:
-        """Close the reading end and the log file; what is held back or half a line stays to be taken."""
+        """Close the reading end and the log file; a delayed traceback or half a line can still be taken."""
         if not self.closed:
             self.closed = True
             os.close(self.descriptor)
@@ -222,23 +222,23 @@ class Stream:
             self._pass_on(partial, now)
 
     def _pass_on(self, text: bytes, now: float) -> None:
-        goes_on = self.held_since is not None and now >= self.held_since + _GOING_ON_S
-        if goes_on and not self._is_failing():
-            self._show(self.take_held())
-        if self._hold and self.held_since is None and (start := text.find(TRACEBACK)) >= 0:
+        continues = self.delayed_since is not None and now >= self.delayed_since + _CONTINUES_S
+        if continues and not self._has_recorded_failure():
+            self._show(self.take_delayed())
+        if self._delay_tracebacks and self.delayed_since is None and (start := text.find(TRACEBACK)) >= 0:
             # From the beginning of that line: torch may have put the rank before it.
             start = text.rfind(b"\n", 0, start) + 1
             self._show(text[:start])
-            self.held_since, text = now, text[start:]
-        if self.held_since is None:
+            self.delayed_since, text = now, text[start:]
+        if self.delayed_since is None:
             self._show(text)
             return
-        # It says of all processes where they are, which no summary does.
+        # It says where all processes are, which no summary does.
         self._show(b"".join(_REPORT.findall(text)))
-        self._held += _REPORT.sub(b"", text)
-        # More than a traceback has: the worker goes on writing, so there is nothing to hold back for.
-        if len(self._held) > _TAIL_BYTES:
-            self._show(self.take_held())
+        self._delayed += _REPORT.sub(b"", text)
+        # More than a traceback has: the worker continues to write, so there is no reason for a delay.
+        if len(self._delayed) > _TAIL_BYTES:
+            self._show(self.take_delayed())
 
     def _show(self, text: bytes) -> None:
         if self.console is None or not text:
