@@ -25,7 +25,7 @@ WITH_MODULE_ONLY = {
     | {"keep_accelerate_environment"},
     "imports.packages": {"install_hint"},
     "process.shared_dict": {"shared_dict"},
-    "logging.warning": {"stands_between", "user_frame", "warn"},
+    "logging.warning": {"is_framework_frame", "user_frame", "warn"},
 }
 # Modules that only the packages themselves use. A new module stands here or among the exports of the package.
 INTERNAL = {

@@ -101,7 +101,7 @@ def set_module_tensor_to_device(
     new = on_devices.get(target) if on_devices else None
     if new is None:
         try:
-            new = moved(old, value, target, read_dtype(dtype), non_blocking)
+            new = move_tensor(old, value, target, read_dtype(dtype), non_blocking)
         except (RuntimeError, AssertionError):
             existing_device(target)  # one that is not here is named; anything else is as torch says it
             raise
@@ -294,7 +294,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 @torch.no_grad()
-def moved(
+def move_tensor(
     old: torch.Tensor,
     value: torch.Tensor | None,
     device: torch.device,

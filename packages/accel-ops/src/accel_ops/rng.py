@@ -17,12 +17,12 @@ from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
-_times_seeded = 0
+_seed_count = 0
 
 
-def times_seeded() -> int:
+def seed_count() -> int:
     """Return how often this process has called `set_seed`: what is counted since then starts again."""
-    return _times_seeded
+    return _seed_count
 
 
 def set_seed(
@@ -46,8 +46,8 @@ def set_seed(
     """
     if not isinstance(seed, SupportsIndex) or isinstance(seed, bool):
         raise TypeError(f"set_seed takes an integer, but got {seed!r}.")
-    global _times_seeded
-    _times_seeded += 1
+    global _seed_count
+    _seed_count += 1
     seed = index(seed)  # NumPy's integers, which seeds of sweeps often are, too
     if device_specific:
         seed += (process or current_process()).rank

@@ -66,9 +66,9 @@ def get_grad_scaler(
         device_type = current_process().device.type
     if kind == DistributedType.FSDP:
         # On first use, as it imports torch's FSDP.
-        from accel_optim.agreeing_scaler import AgreeingGradScaler
+        from accel_optim.dtensor_scaler import DTensorGradScaler
 
-        return AgreeingGradScaler(device_type, **kwargs)
+        return DTensorGradScaler(device_type, **kwargs)
     return GradScaler(device_type, **kwargs)
 
 
@@ -91,22 +91,22 @@ def has_gradients(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
         scaler: The scaler, enabled; one that agrees asks all processes.
         optimizer: The torch optimizer.
     """
-    return agreed(scaler, [_holds_gradients(optimizer)])[0]
+    return true_on_any_rank(scaler, [_holds_gradients(optimizer)])[0]
 
 
 def _holds_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def agreed(scaler: GradScaler, flags: list[bool]) -> list[bool]:
+def true_on_any_rank(scaler: GradScaler, flags: list[bool]) -> list[bool]:
     """The flags that are true on any process, where processes hold different parts of gradients.
 
     Args:
         scaler: The scaler; where it agrees all processes have to ask.
         flags: As many, and in the same order, on all processes.
     """
-    agree = getattr(scaler, "agree", None)  # of an AgreeingGradScaler, whose module most never import
-    return flags if agree is None else agree(flags)
+    reduce = getattr(scaler, "true_on_any_rank", None)  # DTensorGradScaler, imported by few programs
+    return flags if reduce is None else reduce(flags)
 
 
 def _sharing(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
@@ -167,7 +167,7 @@ def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         and _holds_gradients(other)
         for other in _sharing(scaler)
     ]
-    if len(waiting) < 2 or not any(agreed(scaler, waiting)):
+    if len(waiting) < 2 or not any(true_on_any_rank(scaler, waiting)):
         scaler.update()
 
 

@@ -130,7 +130,7 @@ class Window:
         closes = count >= steps
         if steps > 1 or loader is not None:
             loaders, with_loader = state._loaders, settings.get("sync_with_dataloader", True)
-            ends = loaders.follow(with_loader) if loader is None else loaders.follow_given(loader)
+            ends = loaders.follow(with_loader) if loader is None else loaders.follow_loader(loader)
             closes = closes or (ends and with_loader)
         # 0 again at the boundary itself, so that `step` counts the micro-batches of an open window alone.
         self._step = 0 if closes else count

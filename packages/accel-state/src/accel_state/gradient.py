@@ -148,9 +148,9 @@ class GradientState:
         """Note that iteration over a loader begins."""
         self._loaders.begin(dataloader)
 
-    def _note_batch(self, dataloader: Any) -> None:
+    def _record_batch(self, dataloader: Any) -> None:
         """Note that a loader gives a batch."""
-        self._loaders.note_batch(dataloader)
+        self._loaders.record_batch(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Note that iteration over a loader has ended; nothing if it was not noted."""

@@ -72,7 +72,7 @@ class OpenLoaders:
         self._now += 1
         self._passes.append(LoaderPass(weakref.ref(loader), self._now, self._now, self._now))
 
-    def note_batch(self, loader: Any) -> None:
+    def record_batch(self, loader: Any) -> None:
         """Note that a loader gives a batch."""
         self._now += 1
         real = getattr(loader, "real_samples", None)
@@ -187,7 +187,7 @@ class OpenLoaders:
         is_read_ahead = not followed.is_open and followed.micro_batches < followed.batches
         return bool(followed.loader.end_of_dataloader) and not is_read_ahead
 
-    def follow_given(self, loader: Any) -> bool:
+    def follow_loader(self, loader: Any) -> bool:
         """Follow the loader that the user names.
 
         Args:

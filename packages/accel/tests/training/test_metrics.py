@@ -599,7 +599,7 @@ class Padded:
 def cut(data, **options):
     loaders, loader = OpenLoaders(), Padded()
     loaders.begin(loader)
-    loaders.note_batch(loader)
+    loaders.record_batch(loader)
     process = Accelerator().process
     return gather_for_metrics(data, passes=loaders.current, process=process, shard=(0, 1), **options)
 

@@ -132,7 +132,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     # Before the batch is used: whoever waits in its collectives can see who has left.
                     attendance.attend(step, last=step == share.num_batches)
                     warned = warned or self._finds_missing(attendance)
-                self.gradient_state._note_batch(self)
+                self.gradient_state._record_batch(self)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
             self._check_something(started)

@@ -19,7 +19,7 @@ from accel_data.checks import check_length
 from accel_data.order.global_order import SeedableRandomSampler, sampler_generator
 from accel_data.order.mixing import mix_seed
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
-from accel_ops.rng import times_seeded
+from accel_ops.rng import seed_count
 
 _prepared: WeakKeyDictionary[object, tuple[int, Counter[bool]]] = WeakKeyDictionary()
 """Per owner: the last `set_seed`, and the loaders since then whose order (True) or samples got a seed."""
@@ -116,7 +116,7 @@ class Seeding:
             place = 0
             if self.owner is not None:
                 # Other trials in one program must not change the order.
-                latest = times_seeded()
+                latest = seed_count()
                 known, counts = _prepared.get(self.owner, (latest, Counter()))
                 if known != latest:
                     counts = Counter()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_state.logging.warning import stands_between
+from accel_state.logging.warning import is_framework_frame
 
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
@@ -69,7 +69,9 @@ def find_site(thread_id: int) -> Site:
     # A script may be installed, and then is of no library that the user calls.
     line = next((n for n, f in enumerate(stack) if not _is_library(f)), None)
     if line is None:
-        line = next((n for n, f in enumerate(stack) if not _is_standard(f) and not stands_between(f)), None)
+        line = next(
+            (n for n, f in enumerate(stack) if not _is_standard(f) and not is_framework_frame(f)), None
+        )
     if line is None:  # the interpreter alone, which ends
         return Site(_ended(), "", False, (id(frame), frame.f_lasti))
     operation, waits = _operation(stack[:line])
@@ -77,7 +79,7 @@ def find_site(thread_id: int) -> Site:
 
 
 def _is_library(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_LIBRARIES) or stands_between(frame)
+    return frame.f_code.co_filename.startswith(_LIBRARIES) or is_framework_frame(frame)
 
 
 def _is_standard(frame: FrameType) -> bool:

@@ -28,7 +28,7 @@ _BETWEEN = frozenset(
 )
 
 
-def stands_between(frame: FrameType) -> bool:
+def is_framework_frame(frame: FrameType) -> bool:
     """Return whether a frame is of code that calls other code for the user: accel, torch, `with`."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN
 
@@ -36,7 +36,7 @@ def stands_between(frame: FrameType) -> bool:
 def user_frame() -> FrameType:
     """Return the innermost frame of the user's code."""
     frame: FrameType = sys._getframe(1)
-    while stands_between(frame) and frame.f_back is not None:
+    while is_framework_frame(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

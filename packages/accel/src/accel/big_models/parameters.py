@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils import prune
 
-from accel_ops.module_tensors import moved
+from accel_ops.module_tensors import move_tensor
 
 META = torch.device("meta")
 
@@ -33,7 +33,7 @@ def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) ->
     device = value.device if device is None else device
     there = value.device == device and value.dtype == own.dtype
     if not isinstance(own, torch.nn.Parameter):
-        return value.detach() if there else moved(own, value, device)
+        return value.detach() if there else move_tensor(own, value, device)
     if isinstance(value, torch.nn.Parameter) and type(value) is type(own):
         if there:
             if value.requires_grad != own.requires_grad:
@@ -43,7 +43,7 @@ def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) ->
             return value.to(device)
     if there and type(value) is torch.Tensor and type(own) is torch.nn.Parameter and not vars(own):
         return torch.nn.Parameter(value, own.requires_grad)  # what `moved` returns, without its checks
-    return _known_once(moved(own, value, device))
+    return _known_once(move_tensor(own, value, device))
 
 
 def bring_to(device: torch.device | None, value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def bring_to(device: torch.device | None, value: torch.Tensor, own: torch.Tensor
     quantized = type(value) is type(own) and type(value).to is not torch.Tensor.to
     if not quantized or not isinstance(value, torch.nn.Parameter):
         return move(value, own, device)
-    return _known_once(moved(value, value.data, value.device if device is None else device))
+    return _known_once(move_tensor(value, value.data, value.device if device is None else device))
 
 
 def _known_once(weight: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         One of its class on the meta device; itself, if it is there.
     """
-    return moved(tensor, None, META)
+    return move_tensor(tensor, None, META)
 
 
 def check_no_computed_weights(module: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from accel.engines.base.states import States
 from accel_ops.collectives.store_barrier import store_barrier
-from accel_state.logging.warning import stands_between, user_frame, warn
+from accel_state.logging.warning import is_framework_frame, user_frame, warn
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -89,7 +89,7 @@ def _warn_of_delay(what: str, missing: list[int]) -> None:
 def _is_for_main_only(frame: FrameType | None, what: str) -> bool:
     """Whether a call, or one of those that have led to it, stands where only the main process comes."""
     while frame is not None:
-        if not stands_between(frame):
+        if not is_framework_frame(frame):
             lines = _main_only_lines(frame.f_code.co_filename, what)
             if any(frame.f_lineno in found for found in lines):
                 return True

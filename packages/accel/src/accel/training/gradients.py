@@ -13,7 +13,7 @@ import torch
 from accel.training import arguments
 from accel.training.prepare import holds_any, prepared_optimizer
 from accel_optim import lomo
-from accel_optim.scaler import agreed
+from accel_optim.scaler import true_on_any_rank
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -284,7 +284,7 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     if run.scaler is not None and run.scaler.is_enabled():
         # By identity: parameters compare by value.
         wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
-        holding = agreed(run.scaler, [holds_any(item, wanted) for item in run.optimizers])
+        holding = true_on_any_rank(run.scaler, [holds_any(item, wanted) for item in run.optimizers])
         # The processes agree, since unscaling is a collective where each has parts of the gradients.
         owners = [item for item, holds in zip(run.optimizers, holding, strict=True) if holds]
         held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}

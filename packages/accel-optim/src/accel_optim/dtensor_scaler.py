@@ -1,4 +1,4 @@
-"""A gradient scaler for gradients that are in parts on several processes: all skip the same steps."""
+"""A gradient scaler for sharded gradients: all processes skip the same steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 
-class AgreeingGradScaler(ShardedGradScaler):
+class DTensorGradScaler(ShardedGradScaler):
     """Torch's ShardedGradScaler, which also takes gradients that are DTensors, on one mesh or on several.
 
-    What one process finds not to be finite counts on all processes of the default group.
+    A gradient that is not finite on one process counts on all processes of the default group.
 
     Args:
         device: Type of the device that the losses are on.
@@ -23,11 +23,11 @@ class AgreeingGradScaler(ShardedGradScaler):
     """
 
     def __init__(self, device: str, **options: Any) -> None:
-        # Not the group that there was when torch's module was imported, which its default is.
+        # The default is the group that existed when torch's module was imported, which may be another one.
         super().__init__(device=device, process_group=None, **options)
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """The flags that are true on any process; all processes have to call it.
+    def true_on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are true on any process; all processes must call it.
 
         Args:
             flags: As many, and in the same order, on all processes.
@@ -43,8 +43,8 @@ class AgreeingGradScaler(ShardedGradScaler):
         """Step, unless the gradients of some process are not finite.
 
         Args:
-            optimizer: The optimizer. Also a fused one is skipped on the host: its kernel would ask this
-                process's gradients alone.
+            optimizer: The optimizer. A fused one is skipped on the host too: its kernel would check only this
+                process's gradients.
             *args: Passed to its step.
             **kwargs: Passed to its step.
 
@@ -53,7 +53,7 @@ class AgreeingGradScaler(ShardedGradScaler):
         """
         if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().step(optimizer, *args, **kwargs)
-        # torch has no public way to ask a scaler how far it is with an optimizer (2.13).
+        # torch has no public way to read a scaler's stage for an optimizer (2.13).
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
@@ -68,13 +68,13 @@ class AgreeingGradScaler(ShardedGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Divide this process's parts; one flag for all of them, wherever they lie and if there are none."""
-        # One flag on each device: the kernel wants it beside the gradients.
-        found = {found_inf.device: found_inf}
-        for (device, _), parts in _local_gradients(optimizer).items():
-            flag = found.setdefault(device, found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inv_scale.to(device))
-        for device, flag in found.items():
+        """Divide this process's shards; one flag for all of them, on any device and even without any."""
+        # One flag on each device: the kernel needs it on the device of the gradients.
+        flags = {found_inf.device: found_inf}
+        for (device, _), shards in _local_gradients(optimizer).items():
+            flag = flags.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, flag, inv_scale.to(device))
+        for device, flag in flags.items():
             if device != found_inf.device:
                 found_inf += flag.to(found_inf.device)
         return {found_inf.device: found_inf}
@@ -83,15 +83,15 @@ class AgreeingGradScaler(ShardedGradScaler):
 def _local_gradients(
     optimizer: torch.optim.Optimizer,
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            # As torch's GradScaler does: of a sparse gradient the values alone are scaled.
-            part = part._values() if part.is_sparse else part
-            if part.numel():
-                found.setdefault((part.device, part.dtype), []).append(part)
-    return found
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            # As torch's GradScaler does: only the values of a sparse gradient are scaled.
+            local = local._values() if local.is_sparse else local
+            if local.numel():
+                gradients.setdefault((local.device, local.dtype), []).append(local)
+    return gradients
