@@ -21,7 +21,7 @@ from accel_state.process.state import PartialState
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
 
-# The plugin that asks for each engine, and the environment's switch where no Accelerator decides.
+# The plugin that requests each engine, and the environment's switch where no Accelerator decides.
 _ENGINES = (
     (DistributedType.DEEPSPEED, "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
     (DistributedType.FSDP, "fsdp_plugin", "ACCELERATE_USE_FSDP"),
@@ -32,7 +32,7 @@ _ENGINES = (
 @dataclass
 class _Settings:
     mixed_precision: str
-    engine: DistributedType | None  # None: the process's own distributed type
+    engine: DistributedType | None  # None: the process's distributed type
     dynamo_plugin: Any
     deepspeed_plugin: Any  # one, or a dictionary of them by name
     fsdp_plugin: Any
@@ -41,19 +41,19 @@ class _Settings:
     parallelism_config: Any
     selected: str | None = None  # the active one of several DeepSpeed plugins
 
-    def differs(self, given: dict[str, Any]) -> bool:
-        if given["mixed_precision"] not in (None, self.mixed_precision):
+    def differs(self, provided: dict[str, Any]) -> bool:
+        if provided["mixed_precision"] not in (None, self.mixed_precision):
             return True
-        plugins = {name: value for name, value in given.items() if name != "mixed_precision"}
-        # By identity: an equal plugin is another object, which the caller may go on to change.
+        plugins = {name: value for name, value in provided.items() if name != "mixed_precision"}
+        # By identity: an equal plugin is another object, which the user may still change.
         return any(value is not None and value is not getattr(self, name) for name, value in plugins.items())
 
     @cached_property
     def device_mesh(self) -> Any:
         if self.parallelism_config is None:
             return None
-        # When it is first asked for: making a mesh is a collective, and most runs have none.
-        return self.parallelism_config.get_device_mesh(PartialState._held().device.type)
+        # On first use: creating a mesh is a collective, and most runs have none.
+        return self.parallelism_config.get_device_mesh(PartialState._process_info().device.type)
 
 
 class AcceleratorState(ProcessMethods):
@@ -96,7 +96,7 @@ class AcceleratorState(ProcessMethods):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = {
+        provided = {
             "mixed_precision": None if mixed_precision is None else _precision(mixed_precision),
             "dynamo_plugin": dynamo_plugin,
             "deepspeed_plugin": deepspeed_plugin,
@@ -105,23 +105,23 @@ class AcceleratorState(ProcessMethods):
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
         }
-        # Looked up before anything is made, which may fail and must leave the newest state as it was.
+        # Read first: a failure below must leave the newest state unchanged.
         newest: _Settings | None = AcceleratorState._shared_state.get("newest")
         if _from_accelerator and _group_is_gone():
             PartialState._reset_state()  # a second training after end_training() needs a group again
-        # Before the settings are looked at: what they allow depends on the device.
+        # Before the settings are checked: what is allowed depends on the device.
         process = PartialState(cpu, **kwargs).process
-        if newest is None or _from_accelerator or newest.differs(given):
+        if newest is None or _from_accelerator or newest.differs(provided):
             newest = AcceleratorState._shared_state["newest"] = _settings(
-                given, process, asks_environment=not _from_accelerator
+                provided, process, reads_environment=not _from_accelerator
             )
-        # In the handle: one on an older state keeps that state.
+        # In the handle: a handle on an older state keeps that state.
         self._made_with = newest
 
     @property
     def process(self) -> ProcessInfo:
         """The facts of this process."""
-        return PartialState._held()
+        return PartialState._process_info()
 
     @property
     def _settings(self) -> _Settings:
@@ -146,37 +146,37 @@ class AcceleratorState(ProcessMethods):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine, where a plugin asks for one; else how the processes of the run work together."""
+        """The engine, where a plugin requests one; else the kind of distributed run."""
         return self._settings.engine or self.process.distributed_type
 
     @property
     def dynamo_plugin(self) -> Any:
-        """How models are compiled, as given."""
+        """The `dynamo_plugin` argument: how models are compiled."""
         return self._settings.dynamo_plugin
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The settings of fully sharded data parallelism, as given."""
+        """The `fsdp_plugin` argument."""
         return self._settings.fsdp_plugin
 
     @property
     def torch_tp_plugin(self) -> Any:
-        """The settings of tensor parallelism, as given."""
+        """The `torch_tp_plugin` argument."""
         return self._settings.torch_tp_plugin
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The settings of Megatron-LM, as given."""
+        """The `megatron_lm_plugin` argument."""
         return self._settings.megatron_lm_plugin
 
     @property
     def parallelism_config(self) -> Any:
-        """The dimensions of the device mesh, as given."""
+        """The `parallelism_config` argument: the dimensions of the device mesh."""
         return self._settings.parallelism_config
 
     @property
     def device_mesh(self) -> Any:
-        """The device mesh of `parallelism_config`, built when first asked for; None without one."""
+        """The device mesh of `parallelism_config`, built on first use; None without one."""
         return self._settings.device_mesh
 
     @property
@@ -187,9 +187,9 @@ class AcceleratorState(ProcessMethods):
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The DeepSpeed plugins by name; one that was given alone is called "default". None without any."""
-        given = self._settings.deepspeed_plugin
-        return given if given is None or isinstance(given, dict) else {"default": given}
+        """The DeepSpeed plugins by name; a single plugin is called "default". None without any."""
+        plugin = self._settings.deepspeed_plugin
+        return plugin if plugin is None or isinstance(plugin, dict) else {"default": plugin}
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -203,7 +203,7 @@ class AcceleratorState(ProcessMethods):
         """Return one of the DeepSpeed plugins.
 
         Args:
-            name: Its name in the dictionary that was given.
+            name: Its name in the dictionary of plugins.
 
         Returns:
             The plugin.
@@ -279,16 +279,19 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _group_is_gone() -> bool:
-    held: ProcessInfo | None = PartialState._shared_state.get("process")
-    return held is not None and held.world_size > 1 and not rendezvous.has_group()
+    process: ProcessInfo | None = PartialState._shared_state.get("process")
+    return process is not None and process.world_size > 1 and not rendezvous.has_group()
 
 
-def _settings(given: dict[str, Any], process: ProcessInfo, *, asks_environment: bool) -> _Settings:
+def _settings(provided: dict[str, Any], process: ProcessInfo, *, reads_environment: bool) -> _Settings:
     # The environment comes last: an argument has been looked at before.
-    given = {**given, "mixed_precision": given["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION")}
-    _check_precision(given["mixed_precision"], process)
-    settings = _Settings(engine=_engine(given, process, asks_environment), **given)
-    plugins = given["deepspeed_plugin"]
+    provided = {
+        **provided,
+        "mixed_precision": provided["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION"),
+    }
+    _check_precision(provided["mixed_precision"], process)
+    settings = _Settings(engine=_engine(provided, process, reads_environment), **provided)
+    plugins = provided["deepspeed_plugin"]
     if isinstance(plugins, dict):
         if not plugins:
             raise ValueError("deepspeed_plugin is an empty dictionary; give at least one plugin, or None.")
@@ -309,37 +312,39 @@ def _precision(value: str) -> str:
         return str(PrecisionType(value))
     except ValueError:
         raise ValueError(
-            f"mixed_precision={value!r} is not known; allowed: {', '.join(PrecisionType.list())}."
+            f"mixed_precision={value!r} is unknown; allowed: {', '.join(PrecisionType.list())}."
         ) from None
 
 
 def _check_precision(precision: str, process: ProcessInfo) -> None:
-    # fp8 is not autocast's: the library that runs it says whether the hardware will do.
+    # fp8 is not autocast's: the library that runs it checks the hardware.
     hardware = device_spec(process.device)
     # "no" needs nothing.
     if precision not in (PrecisionType.BF16, PrecisionType.FP16) or hardware.has_autocast(precision):
         return
-    # What the type has, and this very device too: not every GPU computes in bf16.
+    # What the type and this device support: not every GPU computes in bf16.
     others = [other for other in sorted(hardware.autocast_dtypes) if hardware.has_autocast(other)]
     raise ValueError(
         f"mixed_precision={precision!r} is not available on {process.device}; allowed here: "
-        f"{', '.join(['no', *others])}. Give one of these to the Accelerator, to ACCELERATE_MIXED_PRECISION "
+        f"{', '.join(['no', *others])}. Pass one of these to the Accelerator, to ACCELERATE_MIXED_PRECISION "
         "or to accel launch --mixed_precision."
     )
 
 
-def _engine(given: dict[str, Any], process: ProcessInfo, asks_environment: bool) -> DistributedType | None:
-    plugins = [(kind, name) for kind, name, _ in _ENGINES if given[name] is not None]
-    asked = plugins
-    # A plugin that was given wins over every switch of the environment.
-    if not plugins and asks_environment:
-        asked = [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
-    if len(asked) > 1:
+def _engine(
+    provided: dict[str, Any], process: ProcessInfo, reads_environment: bool
+) -> DistributedType | None:
+    plugins = [(kind, name) for kind, name, _ in _ENGINES if provided[name] is not None]
+    requested = plugins
+    # A plugin argument wins over every switch of the environment.
+    if not plugins and reads_environment:
+        requested = [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
+    if len(requested) > 1:
         raise ValueError(
-            f"{' and '.join(name for _, name in asked)} ask for different engines, and a model is trained by "
-            "one. Leave all but one out."
+            f"{' and '.join(name for _, name in requested)} request different engines, and a model is trained "
+            "by one. Leave all but one out."
         )
-    # XLA shards by itself: a plugin says how, and does not make it another engine.
-    if not asked or process.distributed_type == DistributedType.XLA:
+    # XLA shards by itself: a plugin configures that, and does not select another engine.
+    if not requested or process.distributed_type == DistributedType.XLA:
         return None
-    return asked[0][0]
+    return requested[0][0]

@@ -26,13 +26,13 @@ def output_path(path: _P) -> _P:
         The path as it is. Under `accel verify` the same path below the temporary folder, with its parent; a
         folder there if there is one here.
     """
-    given: Any = path
-    if given is None or not is_verifying():
+    user_path: Any = path
+    if user_path is None or not is_verifying():
         return path
     root = Path(os.path.realpath(env.get("ACCELERATE_VERIFY_FOLDER"))) / "files"
     # realpath: a path that leads to the temporary folder stays as it is.
-    place = Path(os.path.realpath(given))
-    if not place.is_relative_to(root):
-        place = root.joinpath(*place.parts[1:])  # without the root, or the drive
-    (place if os.path.isdir(given) else place.parent).mkdir(parents=True, exist_ok=True)
-    return str(place) if isinstance(given, str) else place  # type: ignore[return-value]
+    real_path = Path(os.path.realpath(user_path))
+    if not real_path.is_relative_to(root):
+        real_path = root.joinpath(*real_path.parts[1:])  # without the root, or the drive
+    (real_path if os.path.isdir(user_path) else real_path.parent).mkdir(parents=True, exist_ok=True)
+    return str(real_path) if isinstance(user_path, str) else real_path  # type: ignore[return-value]

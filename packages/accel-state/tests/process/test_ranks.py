@@ -43,25 +43,25 @@ def _set(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
 def test_torchrun_names(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
 
-    assert ranks.find_place(CPU, {}) == CPUInformation(5, 8, 1, 4)
+    assert ranks.find_ranks(CPU, {}) == CPUInformation(5, 8, 1, 4)
 
 
 def test_explicit_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
 
-    assert ranks.find_place(CPU, {"rank": 2, "world_size": 3}) == CPUInformation(2, 3, 2, 3)
+    assert ranks.find_ranks(CPU, {"rank": 2, "world_size": 3}) == CPUInformation(2, 3, 2, 3)
 
 
 def test_one_machine_is_assumed_where_nothing_names_the_place_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, RANK=1, WORLD_SIZE=3)
 
-    assert ranks.find_place(CPU, {}) == CPUInformation(1, 3, 1, 3)
+    assert ranks.find_ranks(CPU, {}) == CPUInformation(1, 3, 1, 3)
 
 
 def test_slurm_names_the_place_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SLURM_NTASKS=8, SLURM_LOCALID=3, SLURM_TASKS_PER_NODE="4(x2)")
 
-    assert ranks.find_place(CPU, {"rank": 7, "world_size": 8}) == CPUInformation(7, 8, 3, 4)
+    assert ranks.find_ranks(CPU, {"rank": 7, "world_size": 8}) == CPUInformation(7, 8, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_slurm_tells_uneven_tasks_by_the_machine(
     variables = {"SLURM_NTASKS": 6, "SLURM_LOCALID": place.local_rank, "SLURM_NODEID": 1}
     _set(monkeypatch, **variables, SLURM_TASKS_PER_NODE=tasks)
 
-    assert ranks.find_place(CPU, {"rank": place.rank, "world_size": 6}) == place
+    assert ranks.find_ranks(CPU, {"rank": place.rank, "world_size": 6}) == place
 
 
 def test_runtime_of_the_hardware_is_asked_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,17 +94,17 @@ def test_runtime_of_the_hardware_is_asked_before_the_environment(monkeypatch: py
         calls={"launched_as": lambda: (3, 4, 1, 2)},
     )
 
-    assert ranks.find_place(spec, {}) == CPUInformation(3, 4, 1, 2)
+    assert ranks.find_ranks(spec, {}) == CPUInformation(3, 4, 1, 2)
 
 
 @pytest.mark.parametrize("options", [{"rank": 2, "world_size": 2}, {"rank": 1}, {"world_size": 2}])
 def test_rank_outside_the_run_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"Rank -?\d is not one of -?\d process.*both, or neither"):
-        ranks.find_place(CPU, options)
+        ranks.find_ranks(CPU, options)
 
 
 def _place_in_group() -> CPUInformation:
-    return ranks.find_place(CPU, {})
+    return ranks.find_ranks(CPU, {})
 
 
 def test_group_knows_rank_and_size_and_the_environment_the_machine(world: World) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.process.split import share, split
+from accel_state.process.split import shard_range, split
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 7)
@@ -32,7 +32,7 @@ KINDS = {
 
 @given(lengths, sizes)
 def test_shares_partition_the_positions(length: int, size: int) -> None:
-    shares = [share(length, rank, size) for rank in range(size)]
+    shares = [shard_range(length, rank, size) for rank in range(size)]
 
     assert [position for one in shares for position in one] == list(range(length))
     counts = [len(one) for one in shares]
@@ -42,7 +42,7 @@ def test_shares_partition_the_positions(length: int, size: int) -> None:
 
 @given(lengths, sizes)
 def test_padded_shares_have_one_size(length: int, size: int) -> None:
-    shares = [share(length, rank, size, padded=True) for rank in range(size)]
+    shares = [shard_range(length, rank, size, padded=True) for rank in range(size)]
 
     assert {len(one) for one in shares} == {-(-length // size)}
     assert [position for one in shares for position in one][:length] == list(range(length))

@@ -1,7 +1,7 @@
-"""Write down by which exception this process ends, and when, for what started it.
+"""Record the exception that ends this process, and its time, for the launcher.
 
 A launcher names a file in TORCHELASTIC_ERROR_FILE: `accel launch` and torchrun do, which compare the times to
-find the first failure among those that follow from it. The format is torch's.
+find the first failure among those that it caused. The format is torch's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from types import TracebackType
 
 from accel_state import env
 
-_path: str | None = None  # of the file that a launcher asked for
+_path: str | None = None  # of the file that a launcher requested
 
 
 def record_uncaught() -> None:
-    """From now on, write an exception that nobody catches to the file that a launcher asked for, if it did.
+    """From now on, write an uncaught exception to the file that a launcher requested, if any.
 
-    The file's time of modification is when the exception came; `sys.excepthook` goes on as before. The
-    variable is taken away, so that what this process starts does not write its own end into the file. In a
-    process of `multiprocessing` nothing is done: nothing calls the hook there, and torch's agent reads the
-    variable after the function that it runs.
+    The file's modification time is the time of the exception; the previous `sys.excepthook` still runs. The
+    variable is removed, so that child processes do not write their own failures to the file. In a process of
+    `multiprocessing` nothing is done: nothing calls the hook there, and torch's agent reads the variable
+    after the function that it runs.
     """
     global _path
     path = env.get("TORCHELASTIC_ERROR_FILE")
@@ -42,7 +42,7 @@ def record_uncaught() -> None:
     pid, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == pid:  # else a fork, whose end is not that of the worker
+        if os.getpid() == pid:  # else a fork, whose failure is not the worker's
             record(error)
         before(kind, error, trace)
 
@@ -50,7 +50,7 @@ def record_uncaught() -> None:
 
 
 def record(error: BaseException) -> None:
-    """Write why this process is about to end, if a launcher asked for it and nothing has been written yet.
+    """Write why this process is about to end, if a launcher requested it and nothing has been written yet.
 
     Args:
         error: The reason.
@@ -65,7 +65,7 @@ def record(error: BaseException) -> None:
             "timestamp": str(now // 10**9),
         },
     }
-    # What wrote before this one, as torch's decorator `record` does, was closer to the exception.
+    # An existing file, such as that of torch's decorator `record`, was written closer to the exception.
     with contextlib.suppress(OSError), open(_path, "x", encoding="utf-8") as file:
         json.dump({"message": text}, file)
         file.flush()

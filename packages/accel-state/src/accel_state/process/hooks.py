@@ -1,6 +1,6 @@
-"""Where debug mode takes hold: what is called when a process joins a run, waits, and leaves.
+"""Hooks of debug mode: callbacks when a process joins a run, waits, and leaves.
 
-The comparison itself stands in a package above this one, which says here what to call. Without debug mode
+The comparison itself is in a package above this one, which registers its callbacks here. Without debug mode
 nothing is called.
 """
 
@@ -28,12 +28,12 @@ _calls: _Calls | None = None
 def register(
     joined: Callable[[ProcessInfo], None], waits: Callable[[ProcessInfo], None], leaves: Callable[[], None]
 ) -> None:
-    """Say what is called in debug mode, in a run of several processes.
+    """Register the callbacks of debug mode, for runs of several processes.
 
     Args:
         joined: Called when this process has joined the process group.
-        waits: Called before this process waits until every process has come; may raise.
-        leaves: Called when the work of this process in the run is over, and the process itself may live on.
+        waits: Called before this process waits for all others in a barrier; may raise.
+        leaves: Called when this process has finished its work in the run; the process itself may live on.
     """
     global _calls
     _calls = _Calls(joined, waits, leaves)
@@ -43,7 +43,7 @@ def joined(process: ProcessInfo) -> None:
     """Notify debug mode that this process has joined the process group.
 
     Args:
-        process: The facts of this process.
+        process: This process.
     """
     if process.debug and process.world_size > 1 and _calls is not None:
         _calls.joined(process)
@@ -53,13 +53,13 @@ def waits(process: ProcessInfo) -> None:
     """Notify debug mode that this process is about to wait for the others.
 
     Args:
-        process: The facts of this process.
+        process: This process.
     """
     if process.debug and process.world_size > 1 and _calls is not None:
         _calls.waits(process)
 
 
 def leaves() -> None:
-    """Notify debug mode that the work of this process in the run is over."""
+    """Notify debug mode that this process has finished its work in the run."""
     if _calls is not None:
         _calls.leaves()

@@ -1,4 +1,4 @@
-"""The facts of a process: its rank, its device, and how it works together with others."""
+"""The ranks, the device and the backend of a process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """The facts of one process.
+    """Ranks, device and backend of one process.
 
     Args:
-        rank: Place among all processes, from 0.
+        rank: Rank among all processes, from 0.
         world_size: Number of processes.
-        local_rank: Place among the processes of this machine, from 0.
+        local_rank: Rank among the processes of this machine, from 0.
         local_world_size: Number of processes on this machine.
-        device: Where its tensors live.
-        backend: Communication backend; None when it runs alone.
-        distributed_type: How the processes work together.
+        device: The device of its tensors.
+        backend: Communication backend; None for a single process.
+        distributed_type: The kind of distributed run.
         debug: Whether collectives are compared between processes before they run.
     """
 
@@ -52,6 +52,6 @@ class ProcessInfo:
 
     @property
     def node_rank(self) -> int:
-        """Place of this machine among all, from 0 (every machine runs equally many processes)."""
-        # Ranks follow each other on a machine, with every launcher that is supported.
+        """Rank of this machine, from 0 (every machine runs the same number of processes)."""
+        # With every supported launcher the ranks of a machine are consecutive.
         return self.rank // self.local_world_size

@@ -23,14 +23,14 @@ _R = TypeVar("_R")
 
 
 class ProcessMethods:
-    """Mixin with all that follows from the process's place in the run.
+    """Mixin of methods that need only the process's ranks and device.
 
     A subclass provides the property `process`.
     """
 
     @property
     def process(self) -> ProcessInfo:
-        """The facts of this process."""
+        """The ranks, device and backend of this process."""
         raise NotImplementedError(f"{type(self).__name__} must provide the property `process`.")
 
     @property
@@ -55,7 +55,7 @@ class ProcessMethods:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes of the run work together; NO for one."""
+        """The kind of distributed run; NO for one process."""
         return self.process.distributed_type
 
     @property
@@ -67,7 +67,7 @@ class ProcessMethods:
     def debug(self) -> bool:
         """Whether collectives are compared between processes before they run (ACCELERATE_DEBUG_MODE).
 
-        It can be set, on all processes at the same place.
+        It can be set, on all processes at the same point.
         """
         return self.process.debug
 
@@ -98,7 +98,7 @@ class ProcessMethods:
         return self.process.is_last
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here; nothing for one process.
+        """Wait until every process has reached this call; a no-op for one process.
 
         Raises:
             RuntimeError: If the process group has been destroyed.
@@ -107,56 +107,56 @@ class ProcessMethods:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let the main process go through the `with` block first, the others after it.
+        """Run the `with` block on the main process first, then on the others.
 
-        Also when the block fails on the main process, the others go on.
+        The other processes continue even if the block fails on the main process.
         """
-        with self._goes_first(self.is_main_process):
+        with self._run_first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Let the first process of each machine go through the `with` block first, the others after it.
+        """Run the `with` block on the first process of each machine first, then on the others.
 
-        Also when the block fails on the first process, the others go on.
+        The other processes continue even if the block fails on the first one.
         """
-        with self._goes_first(self.is_local_main_process):
+        with self._run_first(self.is_local_main_process):
             yield
 
     @contextmanager
-    def _goes_first(self, first: bool) -> Iterator[None]:
+    def _run_first(self, first: bool) -> Iterator[None]:
         # The barrier that the first process enters after its block.
         if not first:
             self.wait_for_everyone()
         try:
             yield
-        # Also after an exception: the others wait here for this process.
+        # Also after an exception: the other processes wait here for this one.
         finally:
             if first:
                 self.wait_for_everyone()
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of the inputs, in order.
+        """Give each process its slice of the inputs, in order.
 
-        Shares are contiguous and differ by at most one element; the first processes have the larger ones.
+        Slices are contiguous and differ by at most one element; the first processes have the larger ones.
         With padding all have the size of the largest, and the last element of the inputs is repeated at the
-        very end: gathered outputs, cut to `len(inputs)`, are in the order of the inputs.
+        end: gathered outputs, cut to `len(inputs)`, are in the order of the inputs.
 
         Args:
             inputs: A list, tuple, range, tensor, array or `datasets.Dataset`, or a dictionary of such (also
-                nested) of one length, which are split alike.
-            apply_padding: Make all shares equally long, so that outputs can be gathered. Drop the padded
+                nested) of one length, which are split in the same way.
+            apply_padding: Make all slices equally long, so that outputs can be gathered. Drop the padded
                 elements afterwards.
 
         Yields:
-            This process's share, of the type of the inputs; the inputs themselves for one process.
+            This process's slice, of the type of the inputs; the inputs themselves for one process.
 
         Raises:
             TypeError: If the inputs are of another type.
             ValueError: If the values of a dictionary differ in length.
         """
-        # A context, as documented, although nothing has to be undone.
+        # A context manager, as documented, although nothing has to be undone.
         yield split(inputs, self.process_index, self.num_processes, apply_padding)
 
     @overload
@@ -174,9 +174,8 @@ class ProcessMethods:
         Returns:
             The decorated function.
         """
-        # A function, asked at each call: whether this is the main process may not
-        # be known when it is decorated.
-        return self._only(lambda: self.is_main_process, function)
+        # Evaluated at each call: whether this is the main process may not be known at decoration.
+        return self._run_only_if(lambda: self.is_main_process, function)
 
     @overload
     def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]: ...
@@ -194,7 +193,7 @@ class ProcessMethods:
         Returns:
             The decorated function.
         """
-        return self._only(lambda: self.is_local_main_process, function)
+        return self._run_only_if(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         """Decorate a function so that only the last process runs it; elsewhere it returns None.
@@ -205,13 +204,13 @@ class ProcessMethods:
         Returns:
             The decorated function.
         """
-        decorated: Callable[_P, _R | None] = self._only(lambda: self.is_last_process, function)
+        decorated: Callable[_P, _R | None] = self._run_only_if(lambda: self.is_last_process, function)
         return decorated
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only one process runs it; elsewhere it returns None.
 
-        A run of one process runs it whatever the index, so that nothing is left undone there.
+        A run of one process runs it for any index, so that nothing is skipped there.
 
         Args:
             function: The function; without it a decorator is returned.
@@ -221,18 +220,18 @@ class ProcessMethods:
             The decorated function.
 
         Raises:
-            ValueError: If no process index is given.
+            ValueError: If there is no process index.
         """
-        # Checked when the function is decorated, and not when it is called first.
-        index = _given("on_process", "process_index", process_index)
-        return self._only(lambda: not self.use_distributed or self.process_index == index, function)
+        # Checked when the function is decorated, not when it is first called.
+        index = _require_index("on_process", "process_index", process_index)
+        return self._run_only_if(lambda: not self.use_distributed or self.process_index == index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """Decorate a function so that only one process of each machine runs it; elsewhere it returns None.
 
-        A run of one process runs it whatever the index, so that nothing is left undone there.
+        A run of one process runs it for any index, so that nothing is skipped there.
 
         Args:
             function: The function; without it a decorator is returned.
@@ -242,16 +241,18 @@ class ProcessMethods:
             The decorated function.
 
         Raises:
-            ValueError: If no process index is given.
+            ValueError: If there is no process index.
         """
-        index = _given("on_local_process", "local_process_index", local_process_index)
-        return self._only(lambda: not self.use_distributed or self.local_process_index == index, function)
+        index = _require_index("on_local_process", "local_process_index", local_process_index)
+        return self._run_only_if(
+            lambda: not self.use_distributed or self.local_process_index == index, function
+        )
 
-    def _only(self, chosen: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+    def _run_only_if(self, condition: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
         def decorate(inner: Callable[_P, _R]) -> Callable[_P, _R | None]:
             @wraps(inner)
             def run(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-                return inner(*args, **kwargs) if chosen() else None
+                return inner(*args, **kwargs) if condition() else None
 
             return run
 
@@ -265,19 +266,19 @@ class ProcessMethods:
             **kwargs: As for `print`.
         """
         if self.is_local_main_process:
-            # The method hides the builtin inside of this class.
+            # The method hides the builtin inside this class.
             builtins.print(*args, **kwargs)
 
 
 def describe(state: ProcessMethods) -> str:
-    """Return the place of a process in the run, one fact per line.
+    """Return ranks, device and backend of a process, one per line.
 
     Args:
         state: Anything with the property `process`.
     """
     try:
         process = state.process
-    # A repr must not fail, also on a handle after a reset.
+    # A repr must not fail, even on a handle after a reset.
     except AttributeError:
         return f"{type(state).__name__}(reset)"
     backend = f"  Backend: {process.backend}" if process.backend else ""
@@ -291,10 +292,10 @@ def describe(state: ProcessMethods) -> str:
 
 
 def wait(process: ProcessInfo) -> None:
-    """Wait until every process has come here; nothing for one process.
+    """Wait until every process has reached this call; a no-op for one process.
 
     Args:
-        process: The facts of this process.
+        process: This process.
 
     Raises:
         RuntimeError: If the process group has been destroyed.
@@ -306,14 +307,14 @@ def wait(process: ProcessInfo) -> None:
             f"Process {process.rank} of {process.world_size} cannot wait for the others: the process group "
             "has been destroyed. Do this before destroy_process_group() or end_training()."
         )
-    # Before the barrier, out of which no process could be got again.
+    # Before the barrier, which cannot be interrupted.
     hooks.waits(process)
     rendezvous.barrier(device_spec(process.device), process.device)
 
 
-def _given(method: str, name: str, index: int | None) -> int:
+def _require_index(method: str, name: str, index: int | None) -> int:
     if index is None:
         raise ValueError(
-            f"{method} needs {name}: which process is to run the function, for example {name}=0."
+            f"{method} needs {name}: which process should run the function, for example {name}=0."
         )
     return index

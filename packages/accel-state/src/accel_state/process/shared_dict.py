@@ -11,7 +11,7 @@ class ThreadLocalSharedDict(threading.local):
     """A class attribute that is one dictionary per thread, shared by the instances which live in the thread.
 
     Some TPU runtimes run one device per thread; what is shared inside one such "process" must not be shared
-    between the threads.
+    between threads.
 
     Args:
         thread_local: Accepted for compatibility; the dictionary is per thread in any case.
@@ -21,7 +21,7 @@ class ThreadLocalSharedDict(threading.local):
         self._storage: dict[str, Any] = {}
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
-        # Called on class and instance access alike: the instance does not matter, the thread does.
+        # Called on class and on instance access: only the thread matters.
         return self._storage
 
     def __set__(self, instance: object, value: dict[str, Any]) -> None:
@@ -30,5 +30,5 @@ class ThreadLocalSharedDict(threading.local):
 
 def shared_dict() -> Any:
     """Return a plain dictionary, or where torch_xla is installed a descriptor of one per thread."""
-    # Not imported to find out, which would start its runtime.
+    # Not imported, which would start its runtime.
     return ThreadLocalSharedDict() if find_spec("torch_xla") is not None else {}

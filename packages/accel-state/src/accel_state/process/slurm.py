@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from accel_state import env
 
-_NAMES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # the step's own first
+_NAMES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # the step's first
 
 
 def tasks_on_machine(node: int, environ: Mapping[str, str] | None = None) -> int | None:
@@ -28,15 +28,15 @@ def tasks_on_machine(node: int, environ: Mapping[str, str] | None = None) -> int
         return None
     text = env.get(name, environ)
     counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
             raise ValueError(f"{name}={text} is not understood; Slurm sets e.g. 8(x2),4.")
         # 8(x2) stands for two machines with 8 tasks each.
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     if node >= len(counts):
         raise ValueError(
-            f"{name}={text} is about {len(counts)} machine(s), and this one has SLURM_NODEID={node}, which "
+            f"{name}={text} lists {len(counts)} machine(s), and this one has SLURM_NODEID={node}, which "
             "counts from 0. Start this with srun, or unset these variables for a run outside of Slurm."
         )
     return counts[node]

@@ -1,4 +1,4 @@
-"""Splitting sequences into contiguous shares, one per process."""
+"""Splitting sequences into contiguous slices, one per process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def share(length: int, rank: int, size: int, padded: bool = False) -> range:
+def shard_range(length: int, rank: int, size: int, padded: bool = False) -> range:
     """Return the positions that belong to one process.
 
     Args:
@@ -20,53 +20,53 @@ def share(length: int, rank: int, size: int, padded: bool = False) -> range:
         padded: Give every process as many as the first has; positions then run past `length - 1`.
 
     Returns:
-        Contiguous positions; the shares of all ranks follow each other. Unpadded, they differ by at most one
-        in size, and the first ones are larger.
+        Contiguous positions, in rank order. Unpadded, their numbers differ by at most one, and the first
+        ranks have more.
     """
     each, extra = divmod(length, size)
     if padded:
         each += extra > 0
         return range(rank * each, (rank + 1) * each)
-    # The shares before this one: as many of them as there are extra elements have one more.
+    # The ranks before this one: the first `extra` ranks have one element more.
     start = rank * each + min(rank, extra)
     return range(start, start + each + (rank < extra))
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
-    """Return one process's share of the inputs.
+    """Return one process's slice of the inputs.
 
     Args:
         inputs: A list, tuple, range, tensor, NumPy array or `datasets.Dataset`, or a dictionary of such (also
             nested) of one length.
         rank: The process.
         size: Number of processes.
-        apply_padding: Repeat the last element at the end, so that all shares are equally long.
+        apply_padding: Repeat the last element at the end, so that all slices are equally long.
 
     Returns:
-        The share, of the type of the inputs; the inputs themselves when there is one process.
+        The slice, of the type of the inputs; the inputs themselves when there is one process.
 
     Raises:
         TypeError: If the inputs are of another type.
         ValueError: If the values of a dictionary differ in length, or a tensor has no dimension.
     """
-    # By the place of each value, for the message.
+    # By the path of each value, for the message.
     lengths = dict(_lengths(inputs, "inputs"))
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise ValueError(
-            f"The values of a dictionary are split alike, so they need one length, but there are: {listed}. "
-            "Make them equally long, or split them one by one."
+            "The values of a dictionary are split in the same way, so they need one length, but there are: "
+            f"{listed}. Make them equally long, or split them one by one."
         )
     # After the lengths, so that what fails on many processes fails on one too.
     if size == 1 or not lengths:
         return inputs
     length = next(iter(lengths.values()))
-    return _take(inputs, share(length, rank, size, apply_padding and length > 0), length)
+    return _take(inputs, shard_range(length, rank, size, apply_padding and length > 0), length)
 
 
 def _lengths(inputs: Any, name: str) -> list[tuple[str, int]]:
     if isinstance(inputs, MutableMapping):
-        return [found for key, value in inputs.items() for found in _lengths(value, f"{name}[{key!r}]")]
+        return [entry for key, value in inputs.items() for entry in _lengths(value, f"{name}[{key!r}]")]
     if isinstance(inputs, torch.Tensor) and inputs.ndim == 0:
         raise ValueError(
             f"{name} is a tensor without dimensions, which cannot be split; give it one (unsqueeze(0))."
@@ -81,7 +81,7 @@ def _lengths(inputs: Any, name: str) -> list[tuple[str, int]]:
 
 def _take(inputs: Any, positions: range, length: int) -> Any:
     if isinstance(inputs, MutableMapping):
-        taken = copy(inputs)  # of the same type, with whatever else it holds
+        taken = copy(inputs)  # of the same type, with its other attributes
         for key, value in inputs.items():
             taken[key] = _take(value, positions, length)
         return taken

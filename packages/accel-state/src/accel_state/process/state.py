@@ -1,4 +1,4 @@
-"""The state of this process: who it is, which device it has, and the process group that it belongs to.
+"""The state of this process: its ranks, its device, and its process group.
 
 One frozen `ProcessInfo` is shared by all instances of `PartialState`; the first instance makes it.
 Functions that need a rank or a size take a `ProcessInfo` and default to `current_process()`, which works
@@ -21,25 +21,25 @@ from accel_state.logging.warning import warn
 from accel_state.process import failure, hooks, rendezvous
 from accel_state.process.info import ProcessInfo
 from accel_state.process.methods import ProcessMethods, describe, wait
-from accel_state.process.ranks import device_index, find_place
+from accel_state.process.ranks import device_index, find_ranks
 from accel_state.process.shared_dict import shared_dict
 
 
 class PartialState(ProcessMethods):
-    """The facts of this process; making the first one joins or makes the process group.
+    """Ranks, device and process group of this process; the first instance joins or creates the group.
 
-    All instances are handles on the same facts. The number of processes comes from the environment
-    (torchrun's names, then MPI's); one process needs no launcher and no group.
+    All instances share one state. The number of processes comes from the environment (torchrun's variables,
+    then MPI's); one process needs no launcher and no group.
 
     Args:
-        cpu: Run on the CPU whatever else there is.
+        cpu: Run on the CPU, whatever other hardware there is.
         **kwargs: Options of `torch.distributed.init_process_group` (backend, init_method, timeout ...). A
-            second instance that asks for others than the live group has warns that they are ignored.
+            second instance with options that differ from the existing group's warns that they are ignored.
 
     Raises:
         TypeError: If an option is unknown.
-        ValueError: If the environment's numbers do not fit each other or the hardware, if it does not say
-            where rank 0 is, or if `cpu=True` comes after the process took another device.
+        ValueError: If the environment's numbers do not fit each other or the hardware, if it has no address
+            of rank 0, or if `cpu=True` comes after the process took another device.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = shared_dict()
@@ -47,18 +47,18 @@ class PartialState(ProcessMethods):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         options = rendezvous.check_options(kwargs)
         if self.initialized:
-            _check_same(self.process, cpu, options)
+            _check_consistent(self.process, cpu, options)
         else:
             _initialize(cpu, options)
 
     @property
     def process(self) -> ProcessInfo:
-        """The facts of this process."""
-        return PartialState._held()
+        """The ranks, device and backend of this process."""
+        return PartialState._process_info()
 
     @property
     def initialized(self) -> bool:
-        """Whether the facts are there (not before the first instance, nor after a reset)."""
+        """Whether the state exists (not before the first instance, nor after a reset)."""
         return bool(PartialState._shared_state)
 
     @property
@@ -77,10 +77,10 @@ class PartialState(ProcessMethods):
         device_spec(device).set_device(device.index)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy a process group; nothing for one process.
+        """Destroy a process group; a no-op for one process.
 
-        Rank and size stay known, so that `is_main_process` still says who prints. Waiting for others is an
-        error from then on; `PartialState._reset_state()` and a new PartialState begin anew.
+        Rank and size are kept, so that `is_main_process` still works. Waiting for other ranks raises from
+        then on; `PartialState._reset_state()` and a new PartialState start again.
 
         Args:
             group: The group; None for the default one and all others with it.
@@ -88,36 +88,36 @@ class PartialState(ProcessMethods):
         PartialState._destroy_group(group)
 
     @classmethod
-    def _held(cls) -> ProcessInfo:
-        """Return the facts, or raise AttributeError where there are none."""
-        held: ProcessInfo | None = PartialState._shared_state.get("process")
-        if held is None:
+    def _process_info(cls) -> ProcessInfo:
+        """Return the process info, or raise AttributeError when there is none."""
+        process: ProcessInfo | None = PartialState._shared_state.get("process")
+        if process is None:
             raise AttributeError(_RESET)
-        return held
+        return process
 
     @classmethod
     def _fork_launched(cls) -> bool:
-        PartialState._held()
+        PartialState._process_info()
         return bool(PartialState._shared_state["fork_launched"])
 
     @classmethod
     def _destroy_group(cls, group: Any) -> None:
-        """Destroy a process group without making a state where there is none."""
+        """Destroy a process group without creating a state."""
         rendezvous.destroy(group)
-        held: ProcessInfo | None = PartialState._shared_state.get("process")
-        # Only backend changes: rank and size stay known. Another group than the default leaves all of it.
-        if held is not None and not rendezvous.has_group():
-            PartialState._shared_state["process"] = replace(held, backend=None)
+        process: ProcessInfo | None = PartialState._shared_state.get("process")
+        # Only the backend changes, and only if the default group was destroyed: rank and size are kept.
+        if process is not None and not rendezvous.has_group():
+            PartialState._shared_state["process"] = replace(process, backend=None)
 
     @classmethod
     def _set_debug(cls, value: bool) -> None:
-        process = replace(PartialState._held(), debug=bool(value))
+        process = replace(PartialState._process_info(), debug=bool(value))
         PartialState._shared_state["process"] = process
         hooks.joined(process)
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the facts of this process. The process group stays, and the next PartialState joins it."""
+        """Forget the state of this process. The process group stays, and the next PartialState joins it."""
         PartialState._shared_state.clear()
 
     def __repr__(self) -> str:
@@ -125,34 +125,34 @@ class PartialState(ProcessMethods):
 
 
 _RESET = (
-    "The state of the process is not there, because PartialState._reset_state() was called after this "
+    "The state of the process does not exist, because PartialState._reset_state() was called after this "
     "handle was made (AcceleratorState._reset_state(reset_partial_state=True) does so too). Make a new "
     "PartialState or Accelerator."
 )
 
 
 def current_process() -> ProcessInfo:
-    """Return the facts of this process, and change nothing.
+    """Return the info of this process, without side effects.
 
     Returns:
-        What PartialState holds; without one, what an initialised `torch.distributed` says; else one process
-        on the default device.
+        That of PartialState; without one, that of an initialised `torch.distributed`; else one process on the
+        default device.
     """
-    held: ProcessInfo | None = PartialState._shared_state.get("process")
-    if held is not None:
-        return held
+    process: ProcessInfo | None = PartialState._shared_state.get("process")
+    if process is not None:
+        return process
     if not rendezvous.has_group():
-        # RANK and WORLD_SIZE may be set: without a process group this process still works by itself.
+        # Even if RANK and WORLD_SIZE are set, a process without a process group works alone.
         alone = CPUInformation(0, 1, 0, 1)
         spec = detect()
-        return _facts(spec, alone, default_device())
-    # A group that somebody else has made: nothing is kept, as it may end before the next question.
-    spec, facts = _where(False, {})
-    return _facts(spec, facts, spec.device(device_index(spec, facts)))
+        return _make_process_info(spec, alone, default_device())
+    # A group that PartialState did not create is not cached: it may be destroyed before the next call.
+    spec, ranks = _find_hardware(False, {})
+    return _make_process_info(spec, ranks, spec.device(device_index(spec, ranks)))
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process has come here; nothing for one process.
+    """Wait until every process has reached this call; a no-op for one process.
 
     Raises:
         RuntimeError: If the process group has been destroyed.
@@ -161,40 +161,40 @@ def wait_for_everyone() -> None:
 
 
 def _initialize(cpu: bool, options: dict[str, Any]) -> None:
-    # First of all: a launcher wants to know of whatever fails from here on.
+    # First: a launcher must learn of any failure from here on.
     failure.record_uncaught()
-    spec, facts = _where(cpu, options)
-    device = spec.device(device_index(spec, facts))
-    # Before the group is made, as NCCL takes the current device.
+    spec, ranks = _find_hardware(cpu, options)
+    device = spec.device(device_index(spec, ranks))
+    # Before the group is created, as NCCL uses the current device.
     spec.set_device(device.index)
-    if facts.world_size > 1:
-        rendezvous.start(spec, facts, device, options)
-    process = _facts(spec, facts, device)
+    if ranks.world_size > 1:
+        rendezvous.start(spec, ranks, device, options)
+    process = _make_process_info(spec, ranks, device)
     if env.get("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(process.local_rank)
     set_tracebacks()
-    # Last: there is a state only when everything above has worked.
+    # Last: the state exists only if everything above has worked.
     PartialState._shared_state.update(process=process, fork_launched=env.get("FORK_LAUNCHED"))
     hooks.joined(process)
 
 
-def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceSpec, CPUInformation]:
+def _find_hardware(cpu: bool, options: dict[str, Any]) -> tuple[DeviceSpec, CPUInformation]:
     spec = detect(cpu)
-    facts = find_place(spec, options)
-    if facts.world_size > 1 and spec.backend is None:
+    ranks = find_ranks(spec, options)
+    if ranks.world_size > 1 and spec.backend is None:
         warn(
-            f"{spec.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
-            "ACCELERATE_USE_CPU=true to ask for that, or start one process.",
+            f"{spec.type} runs one process only, but there are {ranks.world_size}: running on the CPU. Set "
+            "ACCELERATE_USE_CPU=true to request that, or start one process.",
         )
         # No error: Apple's GPU, of which there is one, has no communication backend.
         spec = DEVICES["cpu"]
-    return spec, facts
+    return spec, ranks
 
 
-def _facts(spec: DeviceSpec, facts: CPUInformation, device: torch.device) -> ProcessInfo:
-    alone = facts.world_size == 1
+def _make_process_info(spec: DeviceSpec, ranks: CPUInformation, device: torch.device) -> ProcessInfo:
+    alone = ranks.world_size == 1
     return ProcessInfo(
-        *facts,
+        *ranks,
         device=device,
         backend=rendezvous.backend_for(device) if rendezvous.has_group() else None,
         distributed_type=spec.single_type if alone else spec.distributed_type,
@@ -202,10 +202,10 @@ def _facts(spec: DeviceSpec, facts: CPUInformation, device: torch.device) -> Pro
     )
 
 
-def _check_same(process: ProcessInfo, cpu: bool, options: dict[str, Any]) -> None:
+def _check_consistent(process: ProcessInfo, cpu: bool, options: dict[str, Any]) -> None:
     if cpu and process.device.type != DEVICES["cpu"].type:
         raise ValueError(
-            f"cpu=True, but this process is on {process.device} already. Give cpu=True where the first "
+            f"cpu=True, but this process is on {process.device} already. Pass cpu=True where the first "
             "PartialState or Accelerator is made (or set ACCELERATE_USE_CPU=true), or call "
             "AcceleratorState._reset_state(reset_partial_state=True) before."
         )

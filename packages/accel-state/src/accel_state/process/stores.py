@@ -1,7 +1,7 @@
-"""The store through which processes find each other, kept for as long as the process lives.
+"""The rendezvous store of the process groups, kept for as long as the process lives.
 
-A second process group, made after the first one was destroyed, meets through the store of the first: were it
-to make a store of its own, a fast process could still reach the dying store of a slow rank 0.
+A second process group, created after the first one was destroyed, uses the store of the first: with a new
+store, a fast process could still reach the dying store of a slow rank 0.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _open: _Open | None = None
 
 
 def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta | None = None) -> Any:
-    """Return a store for one more process group, in which no other group has left anything.
+    """Return a store for one more process group, without keys of other groups.
 
-    Every process of the run must call this equally often.
+    Every process must call this the same number of times.
 
     Args:
         init_method: URL of the rendezvous, as for `init_process_group`.
@@ -41,17 +41,17 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta 
         A `torch.distributed.Store`.
     """
     global _open
-    # Also what env:// reads: the same URL may lead elsewhere later.
+    # Also what env:// reads: the same URL may later mean another address.
     address = tuple(env.raw(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    # With the process id: a fork must not talk through the connection of its parent.
+    # With the process id: a fork must not use the connection of its parent.
     key = (init_method, address, rank, world_size, os.getpid())
     if _open is None or _open.key != key:
         options = {} if timeout is None else {"timeout": timeout}
         store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))  # type: ignore[attr-defined]
         _open = _Open(key, store)
-    # A later group may be given another one than that for which the store was opened.
+    # A later group may have another timeout than the one with which the store was opened.
     if timeout is not None:
         _open.store.set_timeout(timeout)
     _open.groups += 1
-    # Names of their own for each group, as every group counts from 0.
+    # A prefix for each group, as every group counts from 0.
     return dist.PrefixStore(f"accel/{_open.groups}", _open.store)  # type: ignore[attr-defined]
