@@ -106,7 +106,7 @@ def test_precision_comes_from_the_argument_then_the_environment(
 
 
 def test_unknown_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="mixed_precision='fp12' is not known; allowed: no, fp8"):
+    with pytest.raises(ValueError, match="mixed_precision='fp12' is unknown; allowed: no, fp8"):
         AcceleratorState(mixed_precision="fp12")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION has the value 'half'; allowed: no"):
@@ -155,7 +155,7 @@ def test_plugin_wins_over_the_variable_of_another_engine(monkeypatch: pytest.Mon
 
 
 def test_two_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="deepspeed_plugin and fsdp_plugin ask for different engines"):
+    with pytest.raises(ValueError, match="deepspeed_plugin and fsdp_plugin request different engines"):
         AcceleratorState(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")

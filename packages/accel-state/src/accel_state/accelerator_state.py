@@ -341,8 +341,8 @@ def _engine(
         requested = [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
     if len(requested) > 1:
         raise ValueError(
-            f"{' and '.join(name for _, name in requested)} request different engines, and a model is trained "
-            "by one. Leave all but one out."
+            f"{' and '.join(name for _, name in requested)} request different engines, and a model is "
+            "trained by one. Leave all but one out."
         )
     # XLA shards by itself: a plugin configures that, and does not select another engine.
     if not requested or process.distributed_type == DistributedType.XLA:

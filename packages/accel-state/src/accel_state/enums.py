@@ -12,7 +12,7 @@ from accel_state.logging.warning import warn
 
 
 class _ContainsValues(EnumMeta):
-    """Lets `"fp16" in PrecisionType` ask for a value (as Python 3.12 does by itself)."""
+    """Makes `"fp16" in PrecisionType` test for a value (as in Python 3.12)."""
 
     # Also for members, as one is made of itself.
     def __contains__(cls, value: object) -> bool:
@@ -26,7 +26,7 @@ class _ContainsValues(EnumMeta):
 class _StringEnum(str, Enum, metaclass=_ContainsValues):
     """A string-valued enumeration with forgiving look-up and errors that list what is allowed."""
 
-    # Enum's own would give `PrecisionType.NO`, which no file or command line takes.
+    # Enum's own `str` gives `PrecisionType.NO`, which no file or command line accepts.
     def __str__(self) -> str:
         return str.__str__(self)
 
@@ -55,22 +55,22 @@ class _StringEnum(str, Enum, metaclass=_ContainsValues):
                 new = cls._old_spellings()[wanted]
                 warn(f"{cls.__name__} {value!r} is an old spelling; use {new!r}.", FutureWarning)
                 return cls(new)
-        # Raised here: returning None would have Enum raise an error that does not list what is allowed.
+        # Raised here: if this returned None, Enum's error would not list the allowed values.
         raise ValueError(_unknown(cls, value))
 
 
 def _unknown(cls: type[_StringEnum], value: object) -> str:
-    # Here and not above, as this module is the first that a launcher imports.
+    # Imported here, as this module is the first that a launcher imports.
     from difflib import get_close_matches
 
-    # In lower case on both sides, as look-ups are.
-    near = get_close_matches(str(value).lower(), [known.lower() for known in cls.list()], n=1)
-    hint = "" if not near else f" Did you mean {cls(near[0]).value!r}?"
+    # In lower case on both sides, as in look-ups.
+    matches = get_close_matches(str(value).lower(), [candidates.lower() for candidates in cls.list()], n=1)
+    hint = "" if not matches else f" Did you mean {cls(matches[0]).value!r}?"
     return f"{value!r} is not a valid {cls.__name__}; allowed values: {', '.join(cls.list())}.{hint}"
 
 
 class DistributedType(_StringEnum):
-    """How the processes of a run work together: which hardware, or which engine."""
+    """The kind of distributed run: its hardware, or its engine."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

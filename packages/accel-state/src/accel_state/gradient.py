@@ -1,6 +1,6 @@
-"""Where gradient accumulation stands: whether gradients are synchronised now, and which loader is being read.
+"""The state of gradient accumulation: whether gradients are synchronised now, and which loader is being read.
 
-Each Accelerator has a state of its own, made by `GradientState.new`. A bare `GradientState()` is a handle on
+Each Accelerator has its own state, made by `GradientState.new`. A bare `GradientState()` is a handle on
 the newest one.
 """
 
@@ -21,11 +21,11 @@ class GradientState:
 
     Args:
         gradient_accumulation_plugin: How gradients are accumulated. Without it the handle is on the newest
-            state (one is made, of one step, if there is none); with one that differs from the newest state's,
-            a new state is made, which is the newest from then on.
+            state (created with one step, if there is none); with one that differs from the newest state's,
+            a new state is created, which is then the newest.
 
     Attributes:
-        sync_gradients: Whether the micro-batch at hand ends the window, so that gradients are synchronised.
+        sync_gradients: Whether the current micro-batch ends the window, so that gradients are synchronised.
         plugin_kwargs: The settings of the accumulation plugin; may be changed in place.
     """
 
@@ -38,19 +38,19 @@ class GradientState:
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         newest: dict[str, Any] | None = GradientState._shared_state.get("newest")
-        # As values: a plugin is an object that its owner may go on to change.
+        # As values: the user may still change the plugin object.
         kwargs = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_dict()
         if newest is None or kwargs not in (None, newest["plugin_kwargs"]):
             newest = GradientState._shared_state["newest"] = _new_state(kwargs or {})
-        # All handles on one state have one namespace: a loop reads it several times in every micro-batch.
+        # All handles on one state share one namespace: a loop reads it often in every micro-batch.
         self.__dict__ = newest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _handle_on, (self.__dict__,)  # handles that are copied together stay on one state
+        return _handle_on, (self.__dict__,)  # handles copied in one call stay on one state
 
     @classmethod
     def new(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
-        """Make an independent state, which is the newest from then on.
+        """Create an independent state, which is then the newest.
 
         Args:
             gradient_accumulation_plugin: How gradients are accumulated; None for one step.
@@ -64,13 +64,13 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there is a state (not before the first one, nor after a reset)."""
+        """Whether a state exists (not before the first one, nor after a reset)."""
         return bool(GradientState._shared_state)
 
     @property
     def num_steps(self) -> int:
         """Number of micro-batches that are accumulated before a step."""
-        # None is left to the Accelerator; a handle that was made without a plugin has no key at all.
+        # None is left to the Accelerator; a handle created without a plugin has no key.
         return self.plugin_kwargs.get("num_steps") or 1
 
     @property
@@ -103,7 +103,7 @@ class GradientState:
         self._is_xla_synced = is_synced
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the micro-batch at hand ends the window; XLA gradients count as not reduced yet."""
+        """Set whether the current micro-batch ends the window; XLA gradients count as not reduced yet."""
         self.sync_gradients = sync_gradients
         self._is_xla_synced = False
 
@@ -145,15 +145,15 @@ class GradientState:
         return -1 if loader is None else int(loader.remainder)
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Note that iteration over a loader begins."""
+        """Record that iteration over a loader begins."""
         self._loaders.begin(dataloader)
 
     def _record_batch(self, dataloader: Any) -> None:
-        """Note that a loader gives a batch."""
+        """Record that a loader gives a batch."""
         self._loaders.record_batch(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        """Note that iteration over a loader has ended; nothing if it was not noted."""
+        """Record that iteration over a loader has ended; a no-op for unknown loaders."""
         self._loaders.end(dataloader)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Value objects that customise parts of a run; torch is imported by what needs it, on first use."""
+"""Dataclasses that customise a run; torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCHEDULE_KEYS = ("wait", "warmup", "active", "repeat", "skip_first", "skip_firs
 
 
 class KwargsHandler:
-    """Base of the dataclasses whose fields are keyword arguments of something else."""
+    """Base of the dataclasses whose fields are keyword arguments of another function."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of all fields by name."""
@@ -33,7 +33,7 @@ class KwargsHandler:
         """Return a deep copy of the fields whose values differ from the defaults of the class."""
         defaults: dict[str, Any] = {}
         if dataclasses.is_dataclass(self):
-            # Made anew, as a default factory gives another object each time.
+            # A default factory gives another object each time.
             defaults = {field.name: _default(field) for field in dataclasses.fields(self)}
         return {
             name: value
@@ -68,7 +68,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        # The backend has a default of its own, which differs between nccl and gloo.
+        # The backend has its own default, which differs between nccl and gloo.
         if self.timeout is None:
             return
         if not isinstance(self.timeout, timedelta):
@@ -98,10 +98,10 @@ class ProfileKwargs(KwargsHandler):
         with_modules: Record the module hierarchy.
         output_trace_dir: Folder into which each process writes a Chrome trace, `profile_<rank>.json`; further
             recordings of a schedule are `profile_<rank>_2.json` and so on.
-        summary: How many rows to print on the main process at the end: the operators with the most time of
-            their own, as means over all processes. None prints nothing.
+        summary: How many rows to print on the main process at the end: the operators with the most self
+            time, as means over all processes. None prints nothing.
 
-    `output_trace_dir` and `summary` are for `Accelerator.profile`; `build` does not look at them.
+    `output_trace_dir` and `summary` are for `Accelerator.profile`; `build` ignores them.
 
     Raises:
         ValueError: If an activity, a key or value of the schedule, or the number of rows is not allowed.
@@ -144,7 +144,7 @@ class ProfileKwargs(KwargsHandler):
 
         schedule = None
         if self.schedule_option is not None:
-            # torch gives neither of the two a default.
+            # torch has no default for either.
             schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
         return torch.profiler.profile(
             activities=self._profiler_activities(),
@@ -162,7 +162,7 @@ class ProfileKwargs(KwargsHandler):
 
         if self.activities is None:
             return None
-        # Which ones there are depends on the version of torch.
+        # The activities depend on the version of torch.
         known = ProfilerActivity.__members__
         for activity in self.activities:
             if activity.upper() not in known:
@@ -233,10 +233,10 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: Trace with dynamic shapes; None lets torch decide.
         options: Options of the backend; torch takes either these or a mode.
         disable: Make `torch.compile` do nothing.
-        use_regional_compilation: Compile each repeated block once, rather than the whole model.
+        use_regional_compilation: Compile each repeated block once, rather than the full model.
 
     Raises:
-        ValueError: If the backend or the mode is unknown, or a mode is given beside options.
+        ValueError: If the backend or the mode is unknown, or both a mode and options are passed.
     """
 
     backend: DynamoBackend | str | None = None
@@ -248,7 +248,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        # An argument first, then the environment; an unknown name raises with the known ones.
+        # An argument first, then the environment; an unknown name raises.
         self.backend = DynamoBackend(_or_environment(self.backend, "BACKEND"))
         if self.options is not None and self.mode not in (None, "default"):
             raise ValueError(
@@ -280,7 +280,7 @@ class TorchDynamoPlugin(KwargsHandler):
         """Return the arguments for `torch.compile`: the fields which differ from its own defaults."""
         fields = self.to_dict()
         del fields["use_regional_compilation"]
-        # torch.compile raises where it gets both, also where the mode is the default.
+        # torch.compile raises if it gets both, even with the default mode.
         if fields["options"] is not None:
             del fields["mode"]
         unset = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}

@@ -12,7 +12,7 @@ from accel_state.logging.warning import warn
 
 @dataclass(slots=True, eq=False)
 class LoaderPass:
-    """One iteration over a loader. Times count the beginnings, batches and ends of all loaders together.
+    """One iteration over a loader. Times are counted in begins, batches and ends of all loaders.
 
     Attributes:
         reference: A weak one to the loader.
@@ -23,8 +23,9 @@ class LoaderPass:
         batches: How many batches it gave.
         padded_batches: How many of them were padded, here or on other processes.
         micro_batches: How many micro-batches of the window followed it.
-        is_certain: Whether it is known that the window follows it, and no other one that gives batches, too.
-        is_gathered: Whether `gather_for_metrics` was called for its batches, or their padding was told.
+        is_certain: Whether it is certain that the window follows it, even if other loaders give batches too.
+        is_gathered: Whether `gather_for_metrics` was called for its batches, or the user was warned of their
+            padding.
     """
 
     reference: weakref.ref[Any]
@@ -52,7 +53,7 @@ class LoaderPass:
 class OpenLoaders:
     """The loaders that are being iterated, in the order in which they began; a copy has none.
 
-    Only weak references to them are kept. The last pass of a loader is known after its end, too.
+    Only weak references to them are kept. The last pass of a loader is kept after its end.
     """
 
     def __init__(self) -> None:
@@ -64,29 +65,29 @@ class OpenLoaders:
         self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Weak references cannot be pickled, and an iteration does not go on in a copy.
+        # Weak references cannot be pickled, and an iteration does not continue in a copy.
         return OpenLoaders, ()
 
     def begin(self, loader: Any) -> None:
-        """Note that iteration over a loader begins."""
+        """Record that iteration over a loader begins."""
         self._now += 1
         self._passes.append(LoaderPass(weakref.ref(loader), self._now, self._now, self._now))
 
     def record_batch(self, loader: Any) -> None:
-        """Note that a loader gives a batch."""
+        """Record that a loader gives a batch."""
         self._now += 1
         real = getattr(loader, "real_samples", None)
         is_padded = real is not None and real != loader.batch_rows
-        # The innermost first, as a loader may be iterated inside of its own loop.
-        for one in reversed(self._passes):
-            if one.reference() is loader:
-                one.previous, one.last = one.last, self._now
-                one.batches += 1
-                one.padded_batches += is_padded
+        # The innermost first, as a loader may be iterated inside its own loop.
+        for item in reversed(self._passes):
+            if item.reference() is loader:
+                item.previous, item.last = item.last, self._now
+                item.batches += 1
+                item.padded_batches += is_padded
                 return
 
     def end(self, loader: Any) -> None:
-        """Note that iteration over a loader has ended; nothing if it was not noted."""
+        """Record that iteration over a loader has ended; a no-op for unknown loaders."""
         for position in reversed(range(len(self._passes))):
             if self._passes[position].loader is loader:
                 self._now += 1
@@ -97,13 +98,13 @@ class OpenLoaders:
     @property
     def passes(self) -> list[LoaderPass]:
         """The passes that have not ended, in the order in which they began."""
-        # A loop over a loader may be abandoned, and the loader be gone.
-        if any(one.loader is None for one in self._passes):
-            self._passes[:] = [one for one in self._passes if one.loader is not None]
+        # A loop over a loader may be abandoned, and the loader deleted.
+        if any(item.loader is None for item in self._passes):
+            self._passes[:] = [item for item in self._passes if item.loader is not None]
         return self._passes
 
     def set_open(self, loaders: Iterable[Any]) -> None:
-        """Take these for the loaders that are being iterated."""
+        """Replace the loaders that are being iterated."""
         self._passes.clear()
         for loader in loaders:
             self.begin(loader)
@@ -111,28 +112,28 @@ class OpenLoaders:
     @property
     def active(self) -> LoaderPass | None:
         """The pass that gave the last batch, or has begun since."""
-        return max(self.passes, key=lambda one: one.last, default=None)
+        return max(self.passes, key=lambda item: item.last, default=None)
 
     @property
     def current(self) -> list[LoaderPass]:
-        """The passes whose batch may be at hand: the active one, those beside it, and the one just ended.
+        """The passes of the current batch: the active one, interleaved ones, and one that just ended.
 
-        Two loaders are side by side when each gave a batch between two of the other's, as in `zip`; a loop
-        inside of another one's step is not. A pass has just ended if no loader gave a batch since.
+        Two loaders are interleaved when each gave a batch between two of the other's, as in `zip`; a loop
+        inside the step of another loop is not. A pass has just ended if no loader gave a batch since.
         """
         active = self.active
-        found = []
+        current = []
         if active is not None:
-            others = (one for one in self._passes if one is not active and _are_side_by_side(one, active))
-            found = [active, *others]
-        ended = max(self._ended.values(), key=lambda one: one.ended, default=None)
+            others = (item for item in self._passes if item is not active and _are_interleaved(item, active))
+            current = [active, *others]
+        ended = max(self._ended.values(), key=lambda item: item.ended, default=None)
         if ended is not None and (active is None or ended.ended > active.last):
-            found.append(ended)
-        return found
+            current.append(ended)
+        return current
 
     def find(self, loader: Any) -> LoaderPass | None:
         """The open pass over a loader, else the last one that ended."""
-        is_open = (one for one in reversed(self._passes) if one.loader is loader)
+        is_open = (item for item in reversed(self._passes) if item.loader is loader)
         return next(is_open, None) or self._ended.get(loader)
 
     @property
@@ -143,35 +144,35 @@ class OpenLoaders:
     def follow(self, warns: bool) -> bool:
         """Choose the loader that the window follows in the micro-batch that begins now.
 
-        It is the loader that gave a batch since the last micro-batch. Where several did: the one that was
-        followed before; else one whose pass is new (an inner loop, the next epoch), of the same loader or
-        else the one that gave its batch last. Where none did: the one before, while it is open or has more
-        batches than micro-batches, as something reads it ahead; else the active one.
+        It is the loader that gave a batch since the last micro-batch. If several did: the one that was
+        followed before; else one with a new pass (an inner loop, the next epoch), of the same loader or
+        else the one that gave its batch last. If none did: the previous one, while it is open or has given
+        more batches than there were micro-batches, as it is being prefetched; else the active one.
 
         Args:
-            warns: Whether it matters. Then there is one warning if it cannot be known.
+            warns: Whether to warn, once, if the choice is ambiguous.
 
         Returns:
             Whether that loader has given its last batch.
         """
         before = self._followed
         if before is not None and len(self._passes) == 1 and self._passes[0] is before:
-            # The usual case, without what costs more than all else in a micro-batch.
+            # The common case, without the expensive part.
             loader = before.reference()
             if loader is not None:
                 before.micro_batches += 1
                 self._last_micro_batch = self._now
                 return bool(loader.end_of_dataloader)
         passes = self.passes
-        given = [one for one in passes if one.last > self._last_micro_batch]
-        new = [one for one in given if one.began > self._last_micro_batch]
+        candidates = [item for item in passes if item.last > self._last_micro_batch]
+        new = [item for item in candidates if item.began > self._last_micro_batch]
         followed: LoaderPass | None
-        if before in (given or passes):
+        if before in (candidates or passes):
             followed = before
-        elif given:
-            # The next epoch of the loader before, else the last one.
+        elif candidates:
+            # The next epoch of the previous loader, else the last one.
             again = None if before is None else before.loader
-            followed = max(new or given, key=lambda one: (one.loader is again, one.last))
+            followed = max(new or candidates, key=lambda item: (item.loader is again, item.last))
             followed.is_certain = len(new) == 1
         elif before is not None and before.loader is not None and before.micro_batches < before.batches:
             followed = before
@@ -179,16 +180,16 @@ class OpenLoaders:
             followed = self.active
         if followed is None:
             return False
-        if len(given) == 1:
+        if len(candidates) == 1:
             followed.is_certain = True
-        elif given and warns and not (followed.is_certain or self._has_warned):
-            self._check(followed, given)
+        elif candidates and warns and not (followed.is_certain or self._has_warned):
+            self._check(followed, candidates)
         self._count(followed)
-        is_read_ahead = not followed.is_open and followed.micro_batches < followed.batches
-        return bool(followed.loader.end_of_dataloader) and not is_read_ahead
+        is_prefetched = not followed.is_open and followed.micro_batches < followed.batches
+        return bool(followed.loader.end_of_dataloader) and not is_prefetched
 
     def follow_loader(self, loader: Any) -> bool:
-        """Follow the loader that the user names.
+        """Follow the loader that the user passed.
 
         Args:
             loader: A prepared loader, or an object that reads one and has `end_of_dataloader`.
@@ -205,9 +206,9 @@ class OpenLoaders:
                 f"accumulate(loader=...) got a {type(loader).__name__}. Pass the loader that prepare() "
                 "returned, or an object with the attribute end_of_dataloader."
             )
-        inner = getattr(loader, "loader", loader)  # of what wraps a prepared loader
+        inner = getattr(loader, "loader", loader)  # of a wrapper of a prepared loader
         state = getattr(inner, "gradient_state", None)
-        is_open = state is None or any(one is inner for one in state.dataloader_references)
+        is_open = state is None or any(item is inner for item in state.dataloader_references)
         if not (is_open or loader.end_of_dataloader):
             raise ValueError(
                 f"accumulate(loader=...) got {describe(inner)}, which is not being iterated. Pass the loader "
@@ -224,25 +225,25 @@ class OpenLoaders:
             followed.micro_batches += 1
         self._followed, self._last_micro_batch = followed, self._now
 
-    def _check(self, followed: LoaderPass, given: list[LoaderPass]) -> None:
-        """Warn if it makes a difference which of several loaders the window follows."""
-        loaders = [one.loader for one in given]
+    def _check(self, followed: LoaderPass, candidates: list[LoaderPass]) -> None:
+        """Warn if it makes a difference which loader the window follows."""
+        loaders = [item.loader for item in candidates]
         if len({bool(loader.end_of_dataloader) for loader in loaders}) == 1:
-            # The first time it may be an inner loop; loaders of one length end together.
+            # The first time it may be an inner loop; loaders of equal length end at the same time.
             lengths = {_length(loader) for loader in loaders}
             if followed is not self._followed or (len(lengths) == 1 and None not in lengths):
                 return
         self._has_warned = True
-        rest = " and ".join(describe(one.loader) for one in given if one is not followed)
+        rest = " and ".join(describe(item.loader) for item in candidates if item is not followed)
         warn(
             f"Several loaders give a batch for one micro-batch. The accumulation window follows "
-            f"{describe(followed.loader)}, so that its last batch ends the window, and not {rest}. Say which "
-            "one it is to follow: `with accelerator.accumulate(model, loader=...):`."
+            f"{describe(followed.loader)}, so that its last batch ends the window, and not {rest}. Choose "
+            "the loader to follow: `with accelerator.accumulate(model, loader=...):`."
         )
 
 
 def describe(loader: Any) -> str:
-    """Name a loader by its dataset and length."""
+    """Describe a loader by its dataset and length."""
     length = _length(loader)
     batches = "" if length is None else f" (length {length})"
     dataset = getattr(loader, "dataset", None)
@@ -257,5 +258,5 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _are_side_by_side(one: LoaderPass, active: LoaderPass) -> bool:
-    return one.last > active.previous or (one.batches == active.batches == 1)
+def _are_interleaved(item: LoaderPass, active: LoaderPass) -> bool:
+    return item.last > active.previous or (item.batches == active.batches == 1)

@@ -1,4 +1,4 @@
-"""Runs of `accel verify` write to a temporary folder, where other runs write to the user's files."""
+"""Output paths: runs of `accel verify` write to a temporary folder instead of the user's files."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def is_verifying() -> bool:
 
 
 def output_path(path: _P) -> _P:
-    """Return where a run writes what the user wants at a path: there, or under `accel verify` elsewhere.
+    """Return the path to write to: the user's, or under `accel verify` one in its temporary folder.
 
     Args:
         path: The user's path; None stays None.
 
     Returns:
-        The path as it is. Under `accel verify` the same path below the temporary folder, with its parent; a
-        folder there if there is one here.
+        The user's path. Under `accel verify` the same path below the temporary folder, whose parent exists; a
+        folder if the user's path is one.
     """
     user_path: Any = path
     if user_path is None or not is_verifying():
         return path
     root = Path(os.path.realpath(env.get("ACCELERATE_VERIFY_FOLDER"))) / "files"
-    # realpath: a path that leads to the temporary folder stays as it is.
+    # realpath: a path inside the temporary folder stays unchanged.
     real_path = Path(os.path.realpath(user_path))
     if not real_path.is_relative_to(root):
         real_path = root.joinpath(*real_path.parts[1:])  # without the root, or the drive

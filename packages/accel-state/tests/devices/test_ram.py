@@ -15,7 +15,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    4000 kB\n")
     monkeypatch.setattr(ram, "_PROC", tmp_path / "meminfo")
     group = [str(tmp_path / name) for name in ("limit", "used", "stat")]
-    monkeypatch.setattr(ram, "_GROUPS", (tuple(group),))
+    monkeypatch.setattr(ram, "_CGROUPS", (tuple(group),))
     return tmp_path
 
 

@@ -117,7 +117,7 @@ def test_choices_of_numbers():
 
 @pytest.mark.parametrize("names", [["A,B"], [" A"], [""], ["A", ""]])
 def test_a_list_cannot_hold_a_name_that_would_be_cut_or_lost(names):
-    with pytest.raises(ValueError, match=r"X cannot hold .*a name is empty, has a comma"):
+    with pytest.raises(ValueError, match=r"X cannot contain .*a name is empty, has a comma"):
         Variable("X", "list", (), "A test.").format(names)
 
 

@@ -150,7 +150,7 @@ def test_a_given_handler_is_kept():
 
 
 def test_a_handler_of_an_inactive_axis_is_warned_of():
-    with pytest.warns(UserWarning, match="cp_handler is ignored, for cp_size is 1") as caught:
+    with pytest.warns(UserWarning, match="cp_handler is ignored, because cp_size is 1") as caught:
         ParallelismConfig(cp_handler=TorchContextParallelConfig())
     assert caught[0].filename == __file__
 

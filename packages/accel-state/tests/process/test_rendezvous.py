@@ -164,16 +164,16 @@ def test_backend_of_a_device(world: World) -> None:
 
 
 def _foreign_device() -> str:
-    with pytest.raises(ValueError, match="cannot serve") as error:
-        rendezvous._check_serves(torch.device("meta"))
+    with pytest.raises(ValueError, match="does not support") as error:
+        rendezvous._check_supports(torch.device("meta"))
     return str(error.value)
 
 
 def test_group_that_cannot_serve_the_device_is_refused(world: World) -> None:
     message = world.run(_foreign_device, size=1)[0]
 
-    assert "cannot serve meta" in message
-    assert "gloo serves the CPU" in message
+    assert "does not support meta" in message
+    assert "gloo supports the CPU" in message
 
 
 class Collects(Dataset[int]):

@@ -29,5 +29,5 @@ def test_what_slurm_does_not_set_is_refused(text: str) -> None:
 
 
 def test_a_machine_that_the_list_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"4,2 is about 2 machine.*SLURM_NODEID=2"):
+    with pytest.raises(ValueError, match=r"4,2 lists 2 machine.*SLURM_NODEID=2"):
         tasks_on_machine(2, {"SLURM_TASKS_PER_NODE": "4,2"})

@@ -154,12 +154,12 @@ def test_hardware_for_one_process_gives_way_to_the_cpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(table, "DEVICES", {"mps": single, "cpu": table.DEVICES["cpu"]})
     monkeypatch.delenv("ACCELERATE_USE_CPU")
 
-    assert state_module._where(False, {})[0] is single
+    assert state_module._find_hardware(False, {})[0] is single
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match="mps runs one process only, but there are 2: running on the CPU"):
-        assert state_module._where(False, {})[0].type == "cpu"
+        assert state_module._find_hardware(False, {})[0].type == "cpu"
 
 
 def _bound(sysfs: Path) -> bool:
@@ -286,7 +286,9 @@ def test_other_settings_than_the_live_groups_are_not_ignored_in_silence(world: W
     long, short = datetime.timedelta(seconds=60), datetime.timedelta(seconds=30)
     message = world.run(_ignored, {"timeout": long}, {"timeout": short, "backend": "gloo"}, init=False)[0]
 
-    assert message.startswith("timeout=datetime.timedelta(seconds=30) ignored: the process group is already")
+    assert message.startswith(
+        "timeout=datetime.timedelta(seconds=30) ignored: the process group exists already"
+    )
     assert "first PartialState" in message
 
 

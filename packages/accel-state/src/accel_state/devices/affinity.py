@@ -19,9 +19,9 @@ _SYSFS = Path("/sys")
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the CPU cores of one NUMA node, once.
 
-    A device on the PCI bus names its nearest cores; processes on the CPU take the nodes in turn. The work is
-    done at the first call; later ones with the same arguments do nothing (see `override_numa_affinity`). Best
-    with at least two cores per process.
+    For a device on the PCI bus these are its nearest cores; processes on the CPU take the nodes in turn. Only
+    the first call has an effect; later ones with the same arguments do nothing (see
+    `override_numa_affinity`). Best with at least two cores per process.
 
     Args:
         local_process_index: Rank of the process on its machine, which is the index of its device.
@@ -31,7 +31,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the CPU cores of one NUMA node, whatever was set before.
+    """Bind this process to the CPU cores of one NUMA node, replacing an earlier binding.
 
     Warns, and changes nothing, where the system cannot do it or none of the node's cores is open to this
     process.
@@ -43,14 +43,14 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not hasattr(os, "sched_setaffinity"):
         warn("CPU affinity is ignored: this system cannot bind processes to cores.", about="machine")
         return
-    # What the device names is exact; to take the nodes in turn is a guess that spreads the load.
-    near = _device_cores(local_process_index) or _node_cores(local_process_index)
+    # The device's cores are exact; taking the nodes in turn only spreads the load.
+    nearest_cores = _device_cores(local_process_index) or _node_cores(local_process_index)
     # A container or a Slurm job may have fewer cores than the node.
-    cores = near & _allowed_cores()
+    cores = nearest_cores & _allowed_cores()
     if not cores:
         warn(
             f"CPU affinity is ignored for local process {local_process_index}: its NUMA node has the cores "
-            f"{sorted(near)}, and this process may only use {sorted(_allowed_cores())}.",
+            f"{sorted(nearest_cores)}, and this process may only use {sorted(_allowed_cores())}.",
             about="process",
         )
         return
@@ -61,7 +61,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @cache
 def _allowed_cores() -> frozenset[int]:
-    # What the process was started with: a later override must not be confined to an earlier binding.
+    # Cached at the first call: a later override must not be limited by an earlier binding.
     return frozenset(os.sched_getaffinity(0))
 
 
@@ -78,7 +78,7 @@ def _node_cores(index: int) -> frozenset[int]:
         (_SYSFS / "devices" / "system" / "node").glob("node[0-9]*"),
         key=lambda path: int(path.name[4:]),
     )
-    # Nodes of memory alone have no cores.
+    # Memory-only nodes have no cores.
     with_cores = [cores for cores in (_read_cores(node / "cpulist") for node in nodes) if cores]
     return with_cores[index % len(with_cores)] if with_cores else frozenset()
 
@@ -87,6 +87,6 @@ def _read_cores(path: Path) -> frozenset[int]:
     """Read a list of cores as Linux writes it ("0-3,8,10-11")."""
     if not path.is_file():
         return frozenset()
-    # A single core is a span of one part: its first and last are the same.
-    spans = [part.split("-") for part in path.read_text().strip().split(",") if part]
+    # A single core is a span whose first and last are the same.
+    spans = [item.split("-") for item in path.read_text().strip().split(",") if item]
     return frozenset(core for span in spans for core in range(int(span[0]), int(span[-1]) + 1))

@@ -25,7 +25,7 @@ def _calls(**functions: Callable[..., Any]) -> Calls:
 
 
 def _cpu_prepare_group(num_processes: int) -> None:
-    # Each process would otherwise start as many threads as the machine has cores.
+    # Otherwise each process would start as many threads as the machine has cores.
     if not env.is_set("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // num_processes))
@@ -54,7 +54,7 @@ def _cuda_pci_address(index: int) -> str | None:
     properties: Any = torch.cuda.get_device_properties(index)
     if not hasattr(properties, "pci_bus_id"):  # added in torch 2.8
         return None
-    # As Linux names it below /sys/bus/pci, where the cores near to it stand.
+    # As Linux names it below /sys/bus/pci, which lists the cores near to it.
     domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
@@ -83,7 +83,7 @@ HPU = _calls(
     prepare_group=_hpu_prepare_group,
     # The first generation computes in bf16 alone.
     has_fp16=lambda: not probes.is_habana_gaudi1(),
-    empty_cache=lambda: None,  # the bridge keeps no cache of its own to give back
+    empty_cache=lambda: None,  # the bridge keeps no cache
     get_rng_state=lambda: _hpu_random().get_rng_state(),
     set_rng_state=lambda state: _hpu_random().set_rng_state(state),
 )
@@ -98,8 +98,8 @@ def _xla_runtime() -> Any:
 
 
 def xla_is_available() -> bool:
-    """Return whether torch_xla runs on hardware here; it runs on the CPU too, which nobody means."""
-    # The runtime is asked, and not torch_xla: it decides when it starts.
+    """Return whether torch_xla runs on an accelerator here; it runs on the CPU too, which does not count."""
+    # From the runtime, which decides when it starts.
     return probes.is_torch_xla_available() and _xla_runtime().device_type() in {"TPU", "CUDA", "NEURON"}
 
 

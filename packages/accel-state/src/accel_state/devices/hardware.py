@@ -1,4 +1,4 @@
-"""GPUs and the system's kernel, asked about without CUDA, so that a launcher can do so and still fork."""
+"""GPUs and the system's kernel, read without CUDA, so that a launcher can still fork."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import subprocess
 
 from accel_state.logging.warning import warn
 
-# nvidia-smi loads the driver where nothing has done so, which takes seconds.
+# nvidia-smi loads the driver if nothing else has, which takes seconds.
 _TIMEOUT_S = 20
-_OLDEST_LINUX = (5, 5)  # older ones can hang in a training of several processes
+_OLDEST_LINUX = (5, 5)  # older ones can hang in distributed training
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -34,9 +34,9 @@ def get_gpu_info() -> tuple[list[str], int]:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"nvidia-smi did not answer within {_TIMEOUT_S} s. Check the driver.") from None
     if done.returncode != 0:
-        # It writes some of its errors to one stream and some to the other.
-        said = (done.stdout + done.stderr).strip()
-        raise RuntimeError(f"nvidia-smi ended with {done.returncode}: {said}. Check the driver.")
+        # It writes errors to both streams.
+        output = (done.stdout + done.stderr).strip()
+        raise RuntimeError(f"nvidia-smi ended with {done.returncode}: {output}. Check the driver.")
     # One line for each GPU; the last one ends with a line break.
     names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return names, len(names)
@@ -64,8 +64,8 @@ def check_os_kernel() -> None:
         return
     release = platform.release()
     # Distributions append to it: 5.4.0-150-generic.
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if found and (int(found[1]), int(found[2])) < _OLDEST_LINUX:
+    match = re.match(r"(\d+)\.(\d+)", release)
+    if match and (int(match[1]), int(match[2])) < _OLDEST_LINUX:
         warn(
             f"The Linux kernel is {release}; with one older than 5.5 processes may hang. Update it.",
             about="machine",

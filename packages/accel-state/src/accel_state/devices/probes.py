@@ -21,7 +21,7 @@ def is_cuda_available() -> bool:
     """Return whether a CUDA device is usable; CUDA is not initialised, so that the process can still fork."""
     import torch
 
-    # torch then asks the driver's library, which makes no CUDA context.
+    # torch then uses the driver's library, which creates no CUDA context.
     with env.patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return torch.cuda.is_available()
 
@@ -39,7 +39,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
     """Return whether Intel GPUs are usable.
 
     Args:
-        check_device: Ask also that a first device can be read.
+        check_device: Also require that the first device works.
     """
     return _is_backend_available("xpu", check_device)
 
@@ -48,7 +48,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether Apple's GPU is usable.
 
     Args:
-        min_version: Oldest version of torch that will do.
+        min_version: Minimum version of torch.
     """
     return is_torch_version(">=", min_version) and _has_mps()
 
@@ -71,7 +71,7 @@ def _plugin_check(device_type: str, plugin: str, devices: str) -> Callable[..., 
     check.__doc__ = f"""Return whether {devices} are usable through {plugin}.
 
     Args:
-        check_device: Ask also that a first device can be read.
+        check_device: Also require that the first device works.
     """
     return check
 
@@ -111,14 +111,14 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether torch_xla is usable.
 
     Args:
-        check_is_tpu: Ask also that its devices are TPUs.
-        check_is_gpu: Ask also that its devices are GPUs.
+        check_is_tpu: Also require that its devices are TPUs.
+        check_is_gpu: Also require that its devices are GPUs.
 
     Raises:
-        ValueError: If both are asked for: a device is one or the other.
+        ValueError: If both are requested: a device is one or the other.
     """
     if check_is_tpu and check_is_gpu:
-        raise ValueError("check_is_tpu=True and check_is_gpu=True exclude each other; ask for one of them.")
+        raise ValueError("check_is_tpu=True and check_is_gpu=True exclude each other; pass one of them.")
     if not is_package_available("torch_xla"):
         return False
     # Without starting the runtime, which takes the devices for this process.
@@ -155,7 +155,7 @@ def _is_backend_available(device_type: str, check_device: bool) -> bool:
     if not check_device:
         return True
     try:
-        # A device that is counted may still be one that another process holds alone.
+        # A device that is counted may still be reserved by another process.
         return bool(backend.device_count() > 0 and torch.empty(0, device=f"{device_type}:0") is not None)
     except RuntimeError:
         return False
@@ -169,7 +169,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether the machine's accelerator (the CPU, where there is none) computes in bfloat16.
 
     Args:
-        ignore_tpu: Answer False on TPUs.
+        ignore_tpu: Return False on TPUs.
     """
     import torch
 

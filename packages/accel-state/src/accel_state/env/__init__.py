@@ -40,7 +40,7 @@ __all__ = [
 
 
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return a variable's text as it stands, or None when it is unset.
+    """Return a variable's text, or None when it is unset.
 
     Args:
         name: Any variable's name, in the table or not.
@@ -75,12 +75,12 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
     """
     variable = VARIABLES[name]
     text = (os.environ if environ is None else environ).get(name)
-    # An empty text counts as unset: shells and YAML files have no other way to take a variable back.
+    # An empty text counts as unset: shells and YAML files have no other way to unset a variable.
     return variable.parse(text) if text else variable.default
 
 
 def put(environ: MutableMapping[str, str], name: str, value: Any) -> None:
-    """Write a value into a mapping that a child process will get as its environment.
+    """Write a value into the environment of a child process.
 
     Args:
         environ: The mapping to change.
@@ -99,7 +99,7 @@ def put(environ: MutableMapping[str, str], name: str, value: Any) -> None:
 
 
 def set(name: str, value: Any) -> None:
-    """Write a value into this process's own environment, for what reads it later.
+    """Set a variable in this process's environment.
 
     Args:
         name: A name of `VARIABLES`.
@@ -113,7 +113,7 @@ def set(name: str, value: Any) -> None:
 
 
 def update(environ: Mapping[str, str]) -> None:
-    """Set variables of this process's own environment, in the table or not; the others stay as they are.
+    """Set several variables in this process's environment, in the table or not; others stay unchanged.
 
     Args:
         environ: The variables, with their texts.
@@ -137,7 +137,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         1 or 0, or True or False.
 
     Raises:
-        ValueError: If the text is none of the words above.
+        ValueError: If the text is none of these.
     """
     truth = parse_flag(str(value))
     return truth if to_bool else int(truth)
@@ -172,41 +172,41 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
     Returns:
         The text.
     """
-    # str(), as callers may give an enumeration.
+    # str(), as the default may be an enumeration.
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first non-negative integer found under several names.
+    """Return the first non-negative integer among several variables.
 
     Args:
         env_keys: The names, in order of preference.
-        default: The result when none of them holds one.
+        default: The result when none of them has one.
 
     Returns:
         The integer.
 
     Raises:
-        ValueError: If a name holds something that is not an integer.
+        ValueError: If a variable's text is not an integer.
     """
     for key in env_keys:
         text = os.environ.get(key)
         if text:
             value: int = Variable(key, "int", None, "Read as an integer.").parse(text)
-            # A negative number counts as unset: scripts use -1 for a run that no launcher has started.
+            # A negative number counts as unset: scripts use -1 for a run without a launcher.
             if value >= 0:
                 return value
     return default
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Write variables as `NAME=value` lines, as environment files (such as `.deepspeed_env`) hold them.
+    """Write variables as `NAME=value` lines, for environment files (such as `.deepspeed_env`).
 
     Args:
         current_env: The variables.
 
     Returns:
-        One line per variable, each with its line break. A variable that such a file cannot hold (one of `;`,
+        One line per variable, with its line break. A variable that such a file cannot contain (one of `;`,
         `<`, `>`, space or a line break in its name or value) is left out with a warning.
     """
     from accel_state.logging.warning import warn
@@ -217,8 +217,8 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
             lines.append(f"{name}={value}\n")
         else:
             warn(
-                f"Environment variable {name!r} is left out: an environment file cannot hold ';', '<', '>', "
-                f"a space or a line break, and its value is {value!r}.",
+                f"Environment variable {name!r} is left out: an environment file cannot contain ';', '<', "
+                f"'>', a space or a line break, and its value is {value!r}.",
             )
     return lines
 
@@ -230,13 +230,13 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
         *library_names: Import names.
 
     Returns:
-        The imported ones, in the order given.
+        The imported ones, in the same order.
     """
     return [name for name in library_names if name in sys.modules]
 
 
 class CPUInformation(NamedTuple):
-    """Where this process stands among the processes of a run."""
+    """The ranks of this process and the numbers of processes."""
 
     rank: int
     world_size: int
@@ -244,7 +244,7 @@ class CPUInformation(NamedTuple):
     local_world_size: int
 
 
-# In order of preference: torch's name, then those of MPICH and Intel MPI, Open MPI, MVAPICH2.
+# In order of preference: torch, MPICH and Intel MPI, Open MPI, MVAPICH2.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -259,7 +259,7 @@ _LOCAL_SIZE = (
 def get_cpu_distributed_information() -> CPUInformation:
     """Return the ranks and sizes that torchrun, MPICH, Intel MPI, Open MPI or MVAPICH2 gave this process.
 
-    Torch's own names win over MPI's. What nothing names is that of a run of one process.
+    Torch's variables win over MPI's. Unset values are those of a single process.
 
     Returns:
         rank, world_size, local_rank and local_world_size.
@@ -267,24 +267,24 @@ def get_cpu_distributed_information() -> CPUInformation:
     Raises:
         ValueError: If a variable is not an integer, or the rank is not below the number of processes.
     """
-    found = CPUInformation(
+    information = CPUInformation(
         rank=get_int_from_env(_RANK, 0),
         world_size=get_int_from_env(_SIZE, 1),
         local_rank=get_int_from_env(_LOCAL_RANK, 0),
         local_world_size=get_int_from_env(_LOCAL_SIZE, 1),
     )
-    # One of the two names was set without the other, or by another launcher.
-    if found.rank >= found.world_size:
+    # Only one of the two variables was set, or by another launcher.
+    if information.rank >= information.world_size:
         raise ValueError(
-            f"The environment says rank {found.rank} of {found.world_size} processes; ranks count from 0. "
-            f"Set both RANK and WORLD_SIZE, or unset both. (Read from {', '.join(_RANK + _SIZE)}.)"
+            f"The environment has rank {information.rank} of {information.world_size} processes; ranks count "
+            f"from 0. Set both RANK and WORLD_SIZE, or unset both. (Read from {', '.join(_RANK + _SIZE)}.)"
         )
-    return found
+    return information
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables inside a `with` block and put back what was there, also after an exception.
+    """Set variables inside a `with` block and restore them afterwards, also after an exception.
 
     Args:
         **kwargs: Variables by name; names are upper-cased and values written as text.
@@ -305,9 +305,9 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside a `with` block and put all of it back, also after an exception.
+    """Empty the environment inside a `with` block and restore it afterwards, also after an exception.
 
-    Variables set inside the block are gone after it.
+    Variables set inside the block are removed after it.
 
     Yields:
         Nothing.
@@ -331,9 +331,9 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def keep_accelerate_environment() -> Iterator[None]:
-    """Put the ACCELERATE_* variables back to what they were after a `with` block, also after an exception.
+    """Restore the ACCELERATE_* variables after a `with` block, also after an exception.
 
-    Variables set inside the block are gone after it.
+    Variables set inside the block are removed after it.
 
     Yields:
         Nothing.
@@ -342,7 +342,7 @@ def keep_accelerate_environment() -> Iterator[None]:
     try:
         yield
     finally:
-        # A list, as the environment must not change while it is walked.
+        # A list, as the environment must not change during iteration.
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             if name not in before:
                 del os.environ[name]

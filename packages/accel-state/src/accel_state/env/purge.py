@@ -1,4 +1,4 @@
-"""A decorator after which no ACCELERATE_* variable stays that was set inside. Standard library only."""
+"""A decorator that removes the ACCELERATE_* variables set inside. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, TypeVar, cast
 
 from accel_state.env import keep_accelerate_environment
 
-# The decorator returns what it got, for type checkers.
+# The decorator returns its argument's type.
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
-# unittest calls these before and after tests, in TestCase.run: what they set is for the tests.
+# unittest calls these before and after tests, in TestCase.run: they set variables for the tests.
 _TEST_FIXTURES = ("setUp", "asyncSetUp", "tearDown", "asyncTearDown", "tearDownClass")
 
 
 def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
-    """Put the ACCELERATE_* variables back to what they were after each call, also after an exception.
+    """Restore the ACCELERATE_* variables after each call, also after an exception.
 
     Of a class, the methods, static methods, class methods and properties defined in its body are treated so,
     and the test methods (`test...`) that it inherits; the same goes for its subclasses. Of a
@@ -40,7 +40,7 @@ def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
 
 
 def _purge_subclasses(base: Any) -> None:
-    """Let classes that are made of this one be purged too."""
+    """Purge subclasses too."""
     defined = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **options: Any) -> None:
@@ -56,7 +56,7 @@ def _purge_subclasses(base: Any) -> None:
 
 def _purge_methods(cls: type) -> None:
     is_test_case = "unittest" in sys.modules and issubclass(cls, sys.modules["unittest"].TestCase)
-    # A list, as setattr changes the namespace while it is walked.
+    # A list, as setattr changes the namespace during iteration.
     for name, member in list(vars(cls).items()):
         if is_test_case and name in _TEST_FIXTURES:
             continue
@@ -65,8 +65,10 @@ def _purge_methods(cls: type) -> None:
         elif isinstance(member, (staticmethod, classmethod)):
             setattr(cls, name, type(member)(_purging(member.__func__)))
         elif isinstance(member, property):
-            get, put, delete = (part and _purging(part) for part in (member.fget, member.fset, member.fdel))
-            setattr(cls, name, property(get, put, delete, member.__doc__))
+            get, set_, delete = (
+                accessor and _purging(accessor) for accessor in (member.fget, member.fset, member.fdel)
+            )
+            setattr(cls, name, property(get, set_, delete, member.__doc__))
         elif callable(member) and not isinstance(member, type):
             setattr(cls, name, _purging(member))
     for name in dir(cls):
@@ -74,15 +76,15 @@ def _purge_methods(cls: type) -> None:
             # Not getattr, which would bind the method and hide whether it is static.
             member = inspect.getattr_static(cls, name)
             if isinstance(member, staticmethod):
-                setattr(cls, name, staticmethod(_purging(member.__func__, _from_above(cls, name, cls))))
+                setattr(cls, name, staticmethod(_purging(member.__func__, _inherited(cls, name, cls))))
             elif isinstance(member, classmethod):
-                setattr(cls, name, classmethod(_purging(member.__func__, _from_above(cls, name))))
+                setattr(cls, name, classmethod(_purging(member.__func__, _inherited(cls, name))))
             elif inspect.isfunction(member):
-                setattr(cls, name, _purging(member, _from_above(cls, name)))
+                setattr(cls, name, _purging(member, _inherited(cls, name)))
 
 
-def _from_above(cls: type, name: str, *owner: type) -> Callable[..., Any]:
-    """Return a method that calls what a class inherits, whatever that is when it is called.
+def _inherited(cls: type, name: str, *owner: type) -> Callable[..., Any]:
+    """Return a method that calls the inherited one, looked up at the call.
 
     Args:
         cls: The class.
@@ -91,8 +93,8 @@ def _from_above(cls: type, name: str, *owner: type) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given: list[Any] = [*owner, *args]
-        return getattr(super(cls, given[0]), name)(*given[1:], **kwargs)
+        method_args: list[Any] = [*owner, *args]
+        return getattr(super(cls, method_args[0]), name)(*method_args[1:], **kwargs)
 
     return call
 
@@ -104,9 +106,9 @@ def _purging_after_the_class(set_up: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(cls: Any) -> None:
         # Closed by unittest after tearDownClass, where the `with` of a plain
         # wrapper would end with setUpClass.
-        kept = ExitStack()
-        kept.enter_context(keep_accelerate_environment())
-        cls.addClassCleanup(kept.close)
+        stack = ExitStack()
+        stack.enter_context(keep_accelerate_environment())
+        cls.addClassCleanup(stack.close)
         set_up(cls)
 
     return wrapper

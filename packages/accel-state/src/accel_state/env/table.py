@@ -17,7 +17,7 @@ def _group(prefix: str, *rows: tuple[Any, ...]) -> list[Variable]:
 
 
 def _numbered(*choices: str) -> dict[str, str]:
-    """Old configurations name these choices by their place in the list, from 1."""
+    """Old configurations number these choices from 1."""
     return {str(place): choice for place, choice in enumerate(choices, start=1)}
 
 
@@ -38,20 +38,20 @@ _GENERAL = _group(
     "ACCELERATE_",
     ("USE_CPU", "flag", False, "Run on the CPU even where an accelerator is present."),
     ("MIXED_PRECISION", "str", "no", "Mixed precision mode.", tuple(PrecisionType.list())),
-    ("TORCH_DEVICE", "str", None, "The device of this process, e.g. cuda:1; found by itself if unset."),
+    ("TORCH_DEVICE", "str", None, "The device of this process, e.g. cuda:1; detected if unset."),
     ("GRADIENT_ACCUMULATION_STEPS", "int", 1, "Micro-batches per optimizer step."),
     ("DEBUG_MODE", "flag", False, "Compare shapes, types and call sites before each collective."),
     (
         "CHECK_REPLICAS_STEPS",
         "int",
         None,
-        "Steps between comparisons of what processes have alike; 0 for none (in debug mode: each step).",
+        "Steps between comparisons of replicated state; 0 for none (in debug mode: each step).",
     ),
     (
         "GUARD",
         "str",
         None,
-        "What to do about losses and gradients that are not finite; unset: do not look.",
+        "What to do about losses and gradients that are not finite; unset: do not check.",
         ("warn", "skip", "stop"),
     ),
     ("GUARD_BUNDLE", "str", None, "Folder for what recomputes a loss that is not finite."),
@@ -75,13 +75,13 @@ _GENERAL = _group(
         "VERIFY_FOLDER",
         "str",
         None,
-        "Folder in which `accel verify` has a run record its first steps, and to which accel's files go.",
+        "Folder in which a run under `accel verify` records its first steps, and writes accel's files.",
     ),
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
     ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),
     ("DISABLE_RICH", "flag", False, "Never write tracebacks through rich (old; it is off by default)."),
     ("BYPASS_DEVICE_MAP", "flag", False, "Train models that a device map spreads out on several processes."),
-    ("NUM_PROCESSES", "int", None, "Number of processes that the launcher was asked for."),
+    ("NUM_PROCESSES", "int", None, "Number of processes requested from the launcher."),
     ("DOWNCAST_BF16", "flag", False, "On TPUs, make both float and double bfloat16."),
     ("IN_TPU_POD", "flag", False, "This process was started inside a TPU pod."),
     ("USE_SAGEMAKER", "flag", False, "This process was started by a SageMaker training job."),
@@ -108,7 +108,7 @@ _DROP_IN = _group(
     ("DROP_IN_PYTHON", "str", None, "The Python that runs the command accelerate then."),
 )
 
-# torchrun's names and meanings: whatever starts processes writes these, and torch reads some itself.
+# torchrun's names and meanings: launchers write these, and torch reads some itself.
 _RENDEZVOUS = _group(
     "",
     ("RANK", "int", None, "Rank of this process among all."),
@@ -127,7 +127,7 @@ _RENDEZVOUS = _group(
     ("TORCHELASTIC_ERROR_FILE", "str", None, "Where a failing worker writes its error."),
 )
 
-# What MPI's and Slurm's own launchers set; torch's names above come first where both are there.
+# What MPI's and Slurm's launchers set; torch's variables above take precedence.
 _SCHEDULERS = _group(
     "",
     ("PMI_RANK", "int", None, "Rank, from MPICH, Intel MPI and PMI launchers."),
@@ -151,7 +151,7 @@ _SCHEDULERS = _group(
     ("SLURM_JOB_NUM_NODES", "int", None, "Number of machines of the job."),
     ("SLURM_TASKS_PER_NODE", "str", None, "Tasks on each machine, e.g. 8(x2),4."),
     ("SLURM_STEP_TASKS_PER_NODE", "str", None, "The step's tasks on each machine, e.g. 8(x2),4."),
-    ("SLURM_CPUS_PER_TASK", "int", None, "CPU cores per task, as asked for."),
+    ("SLURM_CPUS_PER_TASK", "int", None, "CPU cores per task, as requested."),
     ("SLURM_JOB_NODELIST", "str", None, "The job's machines, e.g. node[1-4]."),
     ("SLURM_STEP_NODELIST", "str", None, "The step's machines, e.g. node[1-4]."),
 )
@@ -175,7 +175,7 @@ _DEEPSPEED = _group(
     ("OFFLOAD_PARAM_NVME_PATH", "str", None, "Folder on NVMe for parameters."),
     ("ZERO3_INIT", "flag", None, "Shard parameters while the model is built (ZeRO 3)."),
     ("ZERO3_SAVE_16BIT_MODEL", "flag", False, "Gather 16-bit weights when saving (ZeRO 3)."),
-    ("MOE_LAYER_CLS_NAMES", "list", (), "Mixture-of-experts layer classes that ZeRO 3 keeps whole."),
+    ("MOE_LAYER_CLS_NAMES", "list", (), "Mixture-of-experts layer classes that ZeRO 3 does not shard."),
 )
 
 _FSDP = _group(

@@ -9,7 +9,7 @@ Kinds:
     float  a real number
     str    any text
     list   names, comma separated
-A variable with choices takes one of those alone; text is compared without regard to letter case.
+A variable with choices takes one of these; letter case is ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Variable:
         """Read the variable's text.
 
         Args:
-            text: The text as found in the environment.
+            text: The text in the environment.
 
         Returns:
             The value: bool, tuple of bools, int, float, str, or list of str, by kind.
@@ -60,7 +60,7 @@ class Variable:
             ValueError: If the text is not of this kind or not among the choices.
         """
         try:
-            # Each raises ValueError, whose text says nothing of the variable.
+            # Each raises a ValueError that does not name the variable.
             value = _PARSERS[self.kind](text)
         except ValueError:
             raise self._error(text) from None
@@ -93,7 +93,7 @@ class Variable:
         names = _parse_list(value) if isinstance(value, str) else [str(name) for name in value]
         if any("," in name or name != name.strip() or not name for name in names):
             raise ValueError(
-                f"{self.name} cannot hold {value!r}: a name is empty, has a comma in it, or space around it."
+                f"{self.name} cannot contain {value!r}: a name is empty, has a comma, or space around it."
             )
         return ",".join(names)
 
@@ -126,7 +126,7 @@ def parse_flag(text: str) -> bool:
         The truth value.
 
     Raises:
-        ValueError: If it is none of these words.
+        ValueError: If it is none of these.
     """
     word = text.strip().lower()
     if word in TRUE_WORDS:
@@ -145,7 +145,7 @@ def _parse_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        number = float(text)  # "1e8", as YAML files hold it
+        number = float(text)  # "1e8", as in YAML files
         if not number.is_integer():
             raise
         return int(number)

@@ -1,7 +1,7 @@
 """Whether optional packages are installed, one check for each; `devices.probes` has those of hardware.
 
-None imports its package to find out, but for bitsandbytes' backends. Each keeps its answer, so that it may be
-asked often.
+No check imports its package, except for bitsandbytes' backends. Results are cached, so that repeated calls
+are cheap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _installed(name: str, module: str | None = None) -> Callable[[], bool]:
     def check() -> bool:
         return packages.is_package_available(module or name)
 
-    # For tracebacks and the documentation, which would all show "check".
+    # For tracebacks and the documentation.
     check.__name__ = check.__qualname__ = f"is_{name}_available"
     check.__doc__ = f"Return whether the package {module or name} is installed."
     return check
@@ -60,7 +60,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     """Return whether bitsandbytes is installed.
 
     Args:
-        min_version: Oldest version that will do.
+        min_version: Minimum version.
     """
     if not packages.is_package_available("bitsandbytes"):
         return False
@@ -79,12 +79,12 @@ def is_8bit_bnb_available() -> bool:
 
 @functools.cache
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether bitsandbytes runs on devices other than CUDA; it is imported to find out."""
+    """Return whether bitsandbytes runs on devices other than CUDA; which imports it."""
     if not is_bnb_available():
         return False
     import importlib
 
-    # bitsandbytes lists there what a build has; versions without the list have CUDA alone.
+    # bitsandbytes lists a build's features there; versions without the list have only CUDA.
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 

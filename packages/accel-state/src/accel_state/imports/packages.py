@@ -20,7 +20,7 @@ _OPERATIONS = {
     "<": operator.lt,
 }
 
-# What a package needs of this repository: pip looks for it on the public index unless it is named too.
+# The packages of this repository that each one needs: pip looks for them on the public index otherwise.
 _SIBLINGS = {
     "accel-state": (),
     "accel-ops": ("accel-state",),
@@ -43,19 +43,19 @@ def is_package_available(module: str) -> bool:
         module: Import name; of a dotted one the parents are imported.
 
     Returns:
-        True if it is installed. The answer is kept for the life of the process.
+        True if it is installed. The result is cached for the life of the process.
     """
     from importlib.util import find_spec
 
-    # A loaded one needs no search, and None is what blocks an import.
+    # A loaded one needs no search; None blocks an import.
     if module in sys.modules:
         return sys.modules[module] is not None
     try:
-        # Raises ValueError for a module that was made without a spec, as tests do.
+        # Raises ValueError for a module without a spec, as in tests.
         spec = find_spec(module)
     except (ImportError, ValueError):
         return False
-    # Without an origin it is a folder that is a namespace, and no package.
+    # Without an origin it is a namespace folder, not a package.
     return spec is not None and spec.origin is not None
 
 
@@ -74,7 +74,7 @@ def install_hint(extra: str | None, package: str = "accel") -> str:
     folders = [f"./packages/{name}" for name in _SIBLINGS[package]]
     if extra is not None:
         folders.append(f"'./packages/{package}[{extra}]'")
-    elif _SIBLINGS[package] != ("*",):  # which has the package too
+    elif _SIBLINGS[package] != ("*",):  # which includes the package
         folders.append(f"./packages/{package}")
     return f"pip install {' '.join(folders)} (in a checkout of accel)"
 
@@ -98,7 +98,7 @@ def require(module: str, extra: str, package: str = "accel") -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        # Not installed, or installed and broken: the second needs another remedy.
+        # Not installed, or installed but broken: the fixes differ.
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         state = "is not installed" if missing else f"cannot be imported ({error})"
         raise ImportError(
@@ -108,9 +108,9 @@ def require(module: str, extra: str, package: str = "accel") -> ModuleType:
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Compare the version of a library with a given one.
+    """Compare the version of a library with another one.
 
-    As in PEP 440, a local suffix such as `+cu126` is left out of account unless the given version has one.
+    As in PEP 440, a local suffix such as `+cu126` is ignored unless the required version has one.
 
     Args:
         library_or_version: Name of an installed distribution, or a parsed version.
@@ -121,7 +121,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         The truth of `library_or_version operation requirement_version`.
 
     Raises:
-        ValueError: If the operation or the version is none.
+        ValueError: If the operation or the version is invalid.
         importlib.metadata.PackageNotFoundError: If the library is not installed.
     """
     if operation not in _OPERATIONS:
@@ -132,7 +132,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare torch's version with a given one, without importing torch.
+    """Compare torch's version with another one, without importing torch.
 
     Args:
         operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
@@ -142,14 +142,14 @@ def is_torch_version(operation: str, version: str) -> bool:
         The truth of `torch operation version`.
 
     Raises:
-        ValueError: If the operation or the version is none.
+        ValueError: If the operation or the version is invalid.
     """
     return compare_versions("torch", operation, version)
 
 
 @functools.cache
 def _compare_library(library: str, operation: str, requirement: str) -> bool:
-    # On first use: these two imports take longer than the rest of this package without torch.
+    # On first use: these imports take longer than the rest of this package without torch.
     from importlib.metadata import version
 
     from packaging.version import Version
@@ -161,7 +161,7 @@ def _compare(version: Version, operation: str, requirement: str) -> bool:
     from packaging.version import Version
 
     wanted = Version(requirement)
-    # torch's builds are called 2.13.0+cpu, which is no later version than 2.13.0.
+    # torch's builds are called 2.13.0+cpu, which is not later than 2.13.0.
     if wanted.local is None and version.local is not None:
         version = Version(version.public)
     compare: Any = _OPERATIONS[operation]

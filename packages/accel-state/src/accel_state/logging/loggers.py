@@ -25,12 +25,12 @@ class MultiProcessAdapter(_Adapter):
 
     Every logging method takes two more keyword arguments:
         main_process_only: Log on the main process alone; True by default.
-        in_order: Every process logs, one after the other in order of rank. All processes must make the
-            call, and wait for each other, whatever their log levels. Has no effect beside an explicit
+        in_order: Every process logs, one after the other in rank order. All processes must make the call,
+            and wait for each other, whatever their log levels. Has no effect with an explicit
             `main_process_only=True`.
 
-    A `stacklevel` counts from the call, as in `logging`. Where another adapter with methods of its own
-    wraps this one, records name the line that called the other one, whatever `stacklevel` that passes on.
+    A `stacklevel` counts from the call, as in `logging`. Where another adapter with its own methods
+    wraps this one, records name the line that called the other one, whatever `stacklevel` it passes.
 
     Args:
         logger: The logger to write to.
@@ -42,7 +42,7 @@ class MultiProcessAdapter(_Adapter):
         self._warned: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a message on the processes that should.
+        """Log a message on the selected processes.
 
         Args:
             level: Level of the message.
@@ -55,7 +55,7 @@ class MultiProcessAdapter(_Adapter):
         """
         process = _process()
         main_only = kwargs.pop("main_process_only", None)
-        # Popped in any case, as logging takes neither of the two.
+        # Popped in any case: logging accepts neither of them.
         in_order = kwargs.pop("in_order", False) and not main_only
         if in_order:
             self._log_in_order(process, level, msg, *args, **kwargs)
@@ -67,7 +67,7 @@ class MultiProcessAdapter(_Adapter):
     ) -> None:
         from accel_state.process.state import wait_for_everyone
 
-        # As many waits on every process, before and after its turn, so that they pair up.
+        # The same number of barriers on every process, before and after its turn.
         for _ in range(process.rank):
             wait_for_everyone()
         try:
@@ -79,12 +79,12 @@ class MultiProcessAdapter(_Adapter):
 
     def _emit(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if self.isEnabledFor(level):
-            # logging counts frames from its own call, which is below those of this class.
+            # logging counts frames from its own call, below those of this class.
             kwargs["stacklevel"] = self._stacklevel(kwargs.get("stacklevel", 1))
             msg, processed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **processed)
 
-    def _stacklevel(self, asked: int) -> int:
+    def _stacklevel(self, stacklevel: int) -> int:
         """Return the stacklevel with which a logger, called by this's caller, names the user's line."""
         frame: FrameType | None = sys._getframe(1)
         level, wrapped = 0, False
@@ -92,12 +92,12 @@ class MultiProcessAdapter(_Adapter):
             module = frame.f_globals.get("__name__")
             level += module != "logging" or _COUNTS_OWN_FRAMES
             if module not in ("logging", __name__):
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, logging.LoggerAdapter) and owner is not self:
+                caller_self = frame.f_locals.get("self")
+                if isinstance(caller_self, logging.LoggerAdapter) and caller_self is not self:
                     wrapped = True
                 else:
-                    asked -= 1
-                    if asked < 1 or wrapped:
+                    stacklevel -= 1
+                    if stacklevel < 1 or wrapped:
                         break
             frame = frame.f_back
         return level
@@ -127,7 +127,7 @@ class MultiProcessAdapter(_Adapter):
         key = repr((args, sorted(kwargs.items())))
         if key not in self._warned:
             self.log(logging.WARNING, *args, **kwargs)
-            # After it has been logged: an error of a handler must not silence the next try.
+            # After logging: a handler's error must not silence the next attempt.
             self._warned.add(key)
 
 
@@ -142,8 +142,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: The logger's name, such as `__name__`.
-        log_level: Its level, such as "INFO"; by default that of ACCELERATE_LOG_LEVEL, else what `logging`
-            says.
+        log_level: Its level, such as "INFO"; by default that of ACCELERATE_LOG_LEVEL, else `logging`'s.
 
     Returns:
         The logger. It may be made at import; logging needs a PartialState or Accelerator.
@@ -171,10 +170,10 @@ def _set_level(logger: logging.Logger, level: str) -> None:
 def _process() -> ProcessInfo:
     from accel_state.process.state import PartialState, current_process
 
-    # Not made here: a logger must not decide how a run is set up.
+    # Not created here: a logger must not decide how a run is set up.
     if not PartialState._shared_state:
         raise RuntimeError(
-            "This logger needs to know which process it is in: initialise PartialState() or Accelerator() "
+            "This logger needs the process state: initialise PartialState() or Accelerator() "
             "before logging with it."
         )
     return current_process()

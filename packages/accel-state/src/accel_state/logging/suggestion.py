@@ -1,19 +1,19 @@
-"""Suggestions in messages: the known word that an unknown one probably was to be."""
+"""Suggestions in error messages: the valid name nearest to an unknown one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a sentence that names the known word nearest to an unknown one, or "" if none is near.
+def did_you_mean(word: object, candidates: Iterable[str]) -> str:
+    """Return a sentence that names the nearest valid name, or "" if none is near.
 
     Args:
-        word: The unknown word.
-        known: The known ones.
+        word: The unknown name.
+        candidates: The valid names.
     """
-    # Imported here, as only an error needs it.
+    # Imported here, as only errors need it.
     from difflib import get_close_matches
 
-    near = get_close_matches(str(word), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = get_close_matches(str(word), list(candidates), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, and come once in a run of many processes."""
+"""Warnings that point at the user's line, and appear once in a distributed run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import warnings
 from types import FrameType
 from typing import Literal
 
-# What calls other code for the user: these packages, torch, and what `with`, decorators, enumerations,
-# dataclasses and loggers put between.
-_BETWEEN = frozenset(
+# Packages whose frames are skipped: these packages, torch, and the modules behind `with`, decorators,
+# enumerations, dataclasses and loggers.
+_FRAMEWORK_PACKAGES = frozenset(
     [
         "accel",
         "accel_ckpt",
@@ -29,8 +29,8 @@ _BETWEEN = frozenset(
 
 
 def is_framework_frame(frame: FrameType) -> bool:
-    """Return whether a frame is of code that calls other code for the user: accel, torch, `with`."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN
+    """Return whether a frame belongs to a framework (accel, torch) or to Python's own plumbing (`with`)."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORK_PACKAGES
 
 
 def user_frame() -> FrameType:
@@ -50,10 +50,10 @@ def warn(
     """Warn at the user's line.
 
     Args:
-        message: The text. One about a process says which.
+        message: The text. If it is about a process, it names the process.
         category: The kind of warning.
-        about: What it is about, which decides who warns: the main process about a run, in which all do the
-            same; the local main one about a machine; each process about itself.
+        about: What it is about, which decides which process warns: the main process about a run, the local
+            main process about a machine, each process about itself.
     """
     rank, local_rank = _ranks()
     if {"run": rank, "machine": local_rank, "process": 0}[about] == 0:
@@ -65,23 +65,23 @@ def warn(
             frame.f_code.co_filename,
             frame.f_lineno,
             names.get("__name__"),
-            # Where `warnings.warn` looks too: one place warns once.
+            # The registry of `warnings.warn`: each line warns once.
             names.setdefault("__warningregistry__", {}),
         )
 
 
 def _ranks() -> tuple[int, int]:
-    """Return this process's rank in the run and on its machine, also before there is a state."""
-    # Here, as the environment's table is made of enumerations that warn.
+    """Return this process's rank in the run and on its machine, even before there is a state."""
+    # Here, as the environment's table uses enumerations that warn.
     from accel_state.env import get_cpu_distributed_information
 
     # Not imported for a warning, as it imports torch.
     process = sys.modules.get("accel_state.process.state")
-    held = process and process.PartialState._shared_state.get("process")
-    if held:
-        return held.rank, held.local_rank
+    process_info = process and process.PartialState._shared_state.get("process")
+    if process_info:
+        return process_info.rank, process_info.local_rank
     try:
-        place = get_cpu_distributed_information()
-    except ValueError:  # whoever needs the ranks says what is wrong with them
+        ranks = get_cpu_distributed_information()
+    except ValueError:  # the code that needs the ranks reports the error
         return 0, 0
-    return place.rank, place.local_rank
+    return ranks.rank, ranks.local_rank

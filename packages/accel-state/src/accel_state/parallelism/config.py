@@ -1,11 +1,11 @@
 """How the processes of a run are arranged: data, tensor, context and sequence parallelism over one mesh.
 
 Axes, outermost first:
-    dp_replicate  whole replicas of the model
+    dp_replicate  full replicas of the model
     dp_shard      processes that shard one replica
-    cp            context parallel: parts of one sequence, attention by exchange of keys and values
-    sp            sequence parallel: parts of one sequence, attention by exchange of heads
-    tp            tensor parallel: parts of each weight
+    cp            context parallel: shards of a sequence, attention by exchange of keys and values
+    sp            sequence parallel: shards of a sequence, attention by exchange of heads
+    tp            tensor parallel: shards of each weight
 Flattened axes:
     dp            dp_replicate x dp_shard: processes that see different samples
     dp_shard_cp   dp_shard x cp: what FSDP shards over
@@ -46,13 +46,13 @@ _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 @dataclasses.dataclass
 class ParallelismConfig:
-    """Sizes of the mesh's axes, and the settings of what runs over them.
+    """Sizes of the mesh's axes, and the settings of each kind of parallelism.
 
     A size or backend left at None is read from its PARALLELISM_CONFIG_* variable; without one a size is 1.
-    With every size 1 nothing is arranged, and all processes are plain data-parallel ones.
+    With every size 1 there is no mesh, and all processes are data-parallel.
 
     Args:
-        dp_replicate_size: Whole replicas of the model.
+        dp_replicate_size: Full replicas of the model.
         dp_shard_size: Processes that shard one replica.
         tp_size: Processes of one tensor-parallel group.
         cp_size: Processes of one context-parallel group.
@@ -103,7 +103,7 @@ class ParallelismConfig:
         self.tp_handler = self._handler("tp", self.tp_handler, TorchTensorParallelConfig)
         self.cp_handler = self._handler("cp", self.cp_handler, TorchContextParallelConfig)
         self.sp_handler = self._handler("sp", self.sp_handler, DeepSpeedSequenceParallelConfig)
-        # A fixed length is known now; one that varies is checked with each batch.
+        # A fixed length is checked now; a variable one is checked with each batch.
         length = self.sp_handler and self.sp_handler.sp_seq_length
         if length and length % self._size("sp"):
             raise ValueError(
@@ -111,15 +111,15 @@ class ParallelismConfig:
                 f"{length} / {self.sp_size} leaves {length % self._size('sp')} tokens. Pad the sequences."
             )
 
-    def _handler(self, axis: str, given: Any, kind: type[Any]) -> Any:
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"{axis}_handler must be a {kind.__name__}, not {given!r}.")
-        # A handler for an axis of one process would be read by nobody.
+    def _handler(self, axis: str, user_handler: Any, kind: type[Any]) -> Any:
+        if user_handler is not None and not isinstance(user_handler, kind):
+            raise TypeError(f"{axis}_handler must be a {kind.__name__}, not {user_handler!r}.")
+        # A handler for an axis of one process would have no effect.
         if self._size(axis) == 1:
-            if given is not None:
-                warn(f"{axis}_handler is ignored, for {axis}_size is 1.")
-            return given
-        return kind() if given is None else given
+            if user_handler is not None:
+                warn(f"{axis}_handler is ignored, because {axis}_size is 1.")
+            return user_handler
+        return kind() if user_handler is None else user_handler
 
     # Sizes and names
 
@@ -192,7 +192,7 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that work on the same samples together."""
+        """Processes that work on the same samples."""
         return self._size("cp") * self._size("sp") * self._size("tp")
 
     @property
@@ -202,7 +202,7 @@ class ParallelismConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as a dictionary that `json.dumps` takes; the mesh is left out."""
-        # Fields alone: _mesh and _flattened are no fields, and a mesh has no JSON.
+        # Fields only: _mesh and _flattened are not fields, and a mesh has no JSON.
         return dataclasses.asdict(self)
 
     # The mesh
@@ -227,9 +227,9 @@ class ParallelismConfig:
         )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Build the mesh of the active axes, with the flattened axes beside them; every process must call it.
+        """Build the mesh of the active axes, and the flattened axes; every process must call it.
 
-        The process group is joined first if this has not been done.
+        The process group is joined first if necessary.
 
         Args:
             device_type: Type of the devices, e.g. "cuda" or "cpu".
@@ -257,7 +257,7 @@ class ParallelismConfig:
         return mesh
 
     def use_device_mesh(self, mesh: DeviceMesh) -> None:
-        """Take a mesh that is there already instead of building one.
+        """Use an existing mesh instead of building one.
 
         Args:
             mesh: The mesh; its axes are the active ones.
@@ -271,7 +271,7 @@ class ParallelismConfig:
             needed = ", ".join(f"{name}({self._size(name)})" for name in self.active_mesh_dims)
             raise ValueError(
                 f"The mesh has the axes {names} of {sizes} processes, and the ParallelismConfig needs "
-                f"{needed or 'none'}. Give one of the two."
+                f"{needed or 'none'}. Pass one of the two."
             )
         self._keep_mesh(mesh)
 
@@ -286,7 +286,7 @@ class ParallelismConfig:
         self._mesh = mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, built on the first call; that one every process must make.
+        """Return the mesh, built on the first call, which every process must make.
 
         Args:
             device_type: Type of the devices; by default the mesh's, or that of this process's device.
@@ -298,16 +298,16 @@ class ParallelismConfig:
             ValueError: If the mesh is built already for another type, or cannot be built.
         """
         if self._mesh is None:
-            return self.build_device_mesh(device_type or _own_device_type())
+            return self.build_device_mesh(device_type or _current_device_type())
         if device_type not in (None, self._mesh.device_type):
             raise ValueError(
-                f"The mesh has been built for {self._mesh.device_type!r}, so it cannot be had for "
+                f"The mesh has been built for {self._mesh.device_type!r}, so it cannot be returned for "
                 f"{device_type!r}. Call build_device_mesh({device_type!r}) to replace it."
             )
         return self._mesh
 
     def get_submesh(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a part of the mesh; names of flattened axes are understood in any version of torch.
+        """Return a submesh; flattened axes work in any version of torch.
 
         Args:
             names: Active or flattened axes, outermost first, e.g. `fsdp_dim_names`.
@@ -319,17 +319,17 @@ class ParallelismConfig:
             ValueError: If no mesh can have an axis of these.
         """
         mesh = self.get_device_mesh()
-        known = [*self.active_mesh_dims, *self._flattened]
-        # Both kinds of names: a caller need not know which axes are flattened.
-        unknown = [name for name in names if name not in known]
+        allowed = [*self.active_mesh_dims, *self._flattened]
+        # Both kinds of names: the user need not know which axes are flattened.
+        unknown = [name for name in names if name not in allowed]
         if mesh is None or unknown or not names:
-            raise ValueError(f"No mesh has the axes {list(names)}: active and flattened axes are {known}.")
-        parts = [self._flattened[name] if name in self._flattened else mesh[name] for name in names]
-        if len(parts) == 1:
-            return parts[0]
-        # Newer versions of torch want flattened axes joined like this; older ones slice them from the root.
+            raise ValueError(f"No mesh has the axes {list(names)}: active and flattened axes are {allowed}.")
+        submeshes = [self._flattened[name] if name in self._flattened else mesh[name] for name in names]
+        if len(submeshes) == 1:
+            return submeshes[0]
+        # Newer versions of torch need flattened axes joined like this; older ones slice them from the root.
         join = getattr(type(mesh), "_concatenate", None)
-        joined: DeviceMesh = mesh[tuple(names)] if join is None else join(parts)
+        joined: DeviceMesh = mesh[tuple(names)] if join is None else join(submeshes)
         return joined
 
     def __getstate__(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ class ParallelismConfig:
         return {**self.__dict__, "_mesh": None, "_flattened": {}}
 
 
-def _own_device_type() -> str:
+def _current_device_type() -> str:
     from accel_state.process.state import current_process
 
     return current_process().device.type

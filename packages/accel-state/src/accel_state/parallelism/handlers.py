@@ -1,4 +1,4 @@
-"""Settings of tensor, context and sequence parallelism, and the checks that they share with the sizes."""
+"""Settings of tensor, context and sequence parallelism, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchContextParallelConfig:
     """Settings of torch's context parallelism.
 
     Args:
-        cp_comm_strategy: How keys and values travel: "allgather" or "alltoall". By default that of
+        cp_comm_strategy: How keys and values are exchanged: "allgather" or "alltoall". By default that of
             PARALLELISM_CONFIG_CP_COMM_STRATEGY, else "allgather".
 
     Raises:
@@ -46,12 +46,12 @@ class DeepSpeedSequenceParallelConfig:
     _SP_ATTN_IMPLEMENTATION.
 
     Args:
-        sp_seq_length: Length of every whole sequence, in tokens; needed when it does not vary.
+        sp_seq_length: Length of every full sequence, in tokens; needed when it does not vary.
         sp_seq_length_is_variable: Whether the length may change between batches; True by default.
         sp_attn_implementation: "sdpa" (the default), "flash_attention_2" or "flash_attention_3".
 
     Raises:
-        ValueError: If a value is not allowed, or the length is fixed but not given.
+        ValueError: If a value is not allowed, or the length is fixed but missing.
     """
 
     sp_seq_length: int | None = None
@@ -70,7 +70,7 @@ class DeepSpeedSequenceParallelConfig:
         elif not self.sp_seq_length_is_variable:
             raise ValueError(
                 "sp_seq_length_is_variable=False needs sp_seq_length, the length in tokens of every "
-                "sequence; give it, or let the length vary."
+                "sequence; pass it, or let the length vary."
             )
 
 
@@ -81,7 +81,7 @@ def or_environment(value: Any, name: str) -> Any:
 
 def check_choice(field: str, value: object) -> None:
     """Raise a ValueError unless a field's value is among the choices of its environment variable."""
-    # The table has the only list of choices, for arguments and variables alike.
+    # The table has the only list of choices, for arguments and for variables.
     allowed = env.VARIABLES[f"PARALLELISM_CONFIG_{field.upper()}"].choices
     if value not in allowed:
         raise ValueError(f"{field} cannot be {value!r}; allowed: {', '.join(map(repr, allowed))}.")

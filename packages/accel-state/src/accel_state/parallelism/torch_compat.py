@@ -1,4 +1,4 @@
-"""Meshes of processes, made as newer versions of torch make them on older ones too."""
+"""Device meshes as newer versions of torch make them, on older versions too."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def init_device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str,
     Args:
         device_type: Type of the devices, such as "cpu".
         shape: Processes along each axis.
-        names: What the axes are called.
+        names: The names of the axes.
     """
     global _last_world
-    # On first use, as this package does without torch.
+    # On first use, as this package works without torch.
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
@@ -37,13 +37,13 @@ def init_device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str,
 def _forget_meshes(resources: Any) -> None:
     """Drop the meshes of process groups that are gone.
 
-    torch 2.6 to 2.9 keep them for the whole program, and take them for new ones of the same ranks.
+    torch 2.6 to 2.9 cache them for the whole program, and reuse them for new groups of the same ranks.
     """
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
         getattr(resources, name, {}).clear()
     tensor: Any = sys.modules.get("torch.distributed.tensor")
-    # What torch noted about operations on DTensors has meshes too. Each thread has a cache up to torch 2.9,
-    # and a new object drops them all; engines clear those of later versions by a function.
+    # torch's cache of DTensor operations refers to meshes too. Up to torch 2.9 each thread has a cache, and a
+    # new object drops them all; engines clear those of later versions with a function.
     if tensor is not None and is_torch_version("<", "2.10"):
         propagator = tensor.DTensor._op_dispatcher.sharding_propagator
         cache = type(propagator.propagate_op_sharding)
