@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Hand the memory that torch's allocator keeps for later back to the device.
+    """Release the memory that torch's allocator caches.
 
     Args:
         garbage_collection: Collect Python's garbage first, so that more is free.
@@ -35,7 +35,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Drop references to objects, collect garbage and empty the device's cache.
 
     Args:
-        *objects: The objects; the caller assigns the result back to their names: `a, b = release_memory(a,
+        *objects: The objects; assign the result to their names: `a, b = release_memory(a,
             b)`.
 
     Returns:
@@ -77,7 +77,7 @@ def find_executable_batch_size(
         The function without its first argument. Every call begins with the starting batch size.
 
     Raises:
-        TypeError: By the call, if the function takes no batch size, or the call gives one of its own.
+        TypeError: By the call, if the function takes no batch size, or the call passes one itself.
         RuntimeError: By the call, if no batch size fits.
 
     Example:
@@ -98,7 +98,7 @@ def find_executable_batch_size(
 
     @functools.wraps(wrapped)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Before the first try, so that a TypeError from inside of the function is not taken for this one.
+        # Before the first try, so that a TypeError inside the function is not mistaken for this one.
         _check_call(wrapped.__name__, parameters, args, kwargs)
         batch_size = starting_batch_size
         clear_device_cache(garbage_collection=True)

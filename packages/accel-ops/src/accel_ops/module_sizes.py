@@ -39,10 +39,10 @@ def dtype_byte_size(dtype: Dtype) -> float:
     """
     if isinstance(dtype, str) and dtype in CustomDtype.__members__.values():
         dtype = CustomDtype(dtype)
-    found = dtype if isinstance(dtype, CustomDtype) else read_dtype(dtype)
-    if found is None:
+    known_dtype = dtype if isinstance(dtype, CustomDtype) else read_dtype(dtype)
+    if known_dtype is None:
         raise ValueError(f"dtype must be a dtype of torch, a CustomDtype, or the name of one, not {dtype!r}.")
-    return _byte_size(found)
+    return _byte_size(known_dtype)
 
 
 @cache
@@ -72,7 +72,7 @@ def size_function(
         ValueError: If there is no such dtype.
     """
     limit = None if dtype is None else dtype_byte_size(dtype)
-    special = {name: dtype_byte_size(given) for name, given in (special_dtypes or {}).items()}
+    special = {name: dtype_byte_size(override) for name, override in (special_dtypes or {}).items()}
 
     def size_of(name: str, tensor: torch.Tensor) -> float:
         size = special.get(name)
@@ -123,7 +123,7 @@ def compute_module_sizes(
         buffers_only: Count buffers alone.
 
     Returns:
-        Bytes by full name, with "" for the whole model and 0 for a name that is not there. A tied weight
+        Bytes by full name, with "" for the full model and 0 for an unknown name. A tied weight
         counts once, under its first name.
 
     Raises:
@@ -173,21 +173,25 @@ def get_max_layer_size(
     Returns:
         Its bytes, and the names of all layers of that size.
     """
-    kept = {no_split_module_classes} if isinstance(no_split_module_classes, str) else no_split_module_classes
-    layers = [layer for name, module in modules for layer in _layers(name, module, kept or ())]
+    unsplit_classes = (
+        {no_split_module_classes} if isinstance(no_split_module_classes, str) else no_split_module_classes
+    )
+    layers = [layer for name, module in modules for layer in _layers(name, module, unsplit_classes or ())]
     sizes = {name: module_sizes.get(name, 0) for name in layers}
     largest = max(sizes.values(), default=0)
     return largest, [name for name, size in sizes.items() if size == largest]
 
 
-def _layers(name: str, module: torch.nn.Module | torch.Tensor, kept: Collection[str]) -> Iterator[str]:
+def _layers(
+    name: str, module: torch.nn.Module | torch.Tensor, unsplit_classes: Collection[str]
+) -> Iterator[str]:
     children: list[tuple[str, torch.nn.Module]] = []
-    if isinstance(module, torch.nn.Module) and type(module).__name__ not in kept:
+    if isinstance(module, torch.nn.Module) and type(module).__name__ not in unsplit_classes:
         children = list(module.named_children())
     if not children:
         yield name
     for child_name, child in children:
-        yield from _layers(f"{name}.{child_name}" if name else child_name, child, kept)
+        yield from _layers(f"{name}.{child_name}" if name else child_name, child, unsplit_classes)
 
 
 def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[float, tuple[float, list[str]]]:
@@ -205,5 +209,7 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[float, tuple[float,
     """
     sizes = compute_module_sizes(model)
     # An attribute of transformers' models: classes with connections that must not cross devices.
-    kept = getattr(model, "_no_split_modules", None)
-    return sizes[""], get_max_layer_size(list(model.named_children()) or [("", model)], sizes, kept)
+    unsplit_classes = getattr(model, "_no_split_modules", None)
+    return sizes[""], get_max_layer_size(
+        list(model.named_children()) or [("", model)], sizes, unsplit_classes
+    )

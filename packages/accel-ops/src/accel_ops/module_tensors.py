@@ -60,8 +60,8 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move a parameter or buffer of a module to a device, or replace it by another tensor there.
 
-    Its class and the attributes set on it stay: a parameter of bitsandbytes is quantized on its way to the
-    device as bitsandbytes does it, and a DTensor takes its part of a whole value.
+    Its class and attributes are kept: a parameter of bitsandbytes is quantized on its way to the device as
+    bitsandbytes does it, and a DTensor takes its shard of a full value.
 
     Args:
         module: The module.
@@ -72,11 +72,11 @@ def set_module_tensor_to_device(
         dtype: What it is cast to; by default its present dtype.
         fp16_statistics: Scales of the rows of a weight that bitsandbytes quantized to 8 bits, which become
             its attribute `SCB`.
-        tied_params_map: Per address of a tied weight's values, the tensors that hold them on other devices by
-            device. A weight whose address is a key takes the tensor of its device from here, or is noted here
-            once it is there.
-        non_blocking: Let the copy to an accelerator run beside the host's work, where memory allows.
-        clear_cache: Give the accelerators' cached memory back afterwards. That takes time; leave it out where
+        tied_params_map: Per address of a tied weight's values, the tensors with these values by device. A
+            weight whose address is a key takes the tensor of its device from here, or is recorded here once
+            it has been moved.
+        non_blocking: Copy asynchronously with respect to the host, where memory allows.
+        clear_cache: Release the accelerators' cached memory afterwards. That takes time; leave it out where
             many tensors move.
 
     Raises:
@@ -89,14 +89,14 @@ def set_module_tensor_to_device(
         >>> layer.weight.device.type
         'cpu'
     """
-    owner, name = _owner_of(module, tensor_name)
-    old = _held(owner, name)[name]
+    owner, name = _find_owner(module, tensor_name)
+    old = _tensor_dict(owner, name)[name]
     assert old is not None
     target = _read_device(device)
     _check_value(tensor_name, old, value, target)
     # Only where it is asked for: an address is read from the tensor's storage.
     address = _address(old if value is None else value) if tied_params_map else 0
-    # Tied weights on one device are one copy: whoever comes second takes the first one's.
+    # Tied weights on one device share one copy: that of the first.
     on_devices = tied_params_map.get(address) if tied_params_map and address else None
     new = on_devices.get(target) if on_devices else None
     if new is None:
@@ -108,7 +108,7 @@ def set_module_tensor_to_device(
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     if new is not old:
-        _put(owner, name, new)
+        _set_tensor(owner, name, new)
     if on_devices is not None and target.type != "meta":
         on_devices[target] = new
     if clear_cache:
@@ -124,10 +124,10 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}.")
-    return found
+    return torch_dtype
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:
@@ -165,15 +165,15 @@ def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Iterable[str]
         ValueError: If the model has no such parameter.
     """
     for group in tied_params:
-        slots = [_owner_of(model, name) for name in group]
-        tensors = [_held(owner, name)[name] for owner, name in slots]
-        kept = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), None)
+        slots = [_find_owner(model, name) for name in group]
+        tensors = [_tensor_dict(owner, name)[name] for owner, name in slots]
+        remaining = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), None)
         for owner, name in slots:
-            _put(owner, name, tensors[0] if kept is None else kept)
+            _set_tensor(owner, name, tensors[0] if remaining is None else remaining)
 
 
 def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
-    """Check whether a model of transformers says that some of its weights are tied.
+    """Check whether a model of transformers ties some of its weights.
 
     Args:
         model: The model.
@@ -200,7 +200,7 @@ def check_tied_parameters_on_same_device(
 
     Args:
         tied_params: What `find_tied_parameters` returned.
-        device_map: Device by name of a module or tensor, "" for the whole model.
+        device_map: Device by name of a module or tensor, "" for the full model.
 
     Raises:
         ValueError: If the map leaves one of the parameters out.
@@ -209,7 +209,7 @@ def check_tied_parameters_on_same_device(
         devices = {name: _mapped(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
             warn(
-                f"Tied parameters are on different devices: {devices}. Each device has a copy of its own. "
+                f"Tied parameters are on different devices: {devices}. Each device has its own copy. "
                 "Give their modules one device in the device map, or use device_map='auto'."
             )
 
@@ -230,37 +230,37 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _owner_of(module: torch.nn.Module, tensor_name: str) -> tuple[torch.nn.Module, str]:
+def _find_owner(module: torch.nn.Module, tensor_name: str) -> tuple[torch.nn.Module, str]:
     path, _, name = tensor_name.rpartition(".")
     owner = module
-    for part in path.split(".") if path else ():
+    for child_name in path.split(".") if path else ():
         # Not get_submodule, whose error does not name the tensor.
-        found = owner._modules.get(part)
-        if found is None:
+        torch_dtype = owner._modules.get(child_name)
+        if torch_dtype is None:
             raise ValueError(
                 f"{type(module).__name__} has no tensor {tensor_name!r}: {type(owner).__name__} has no "
-                f"module {part!r}."
+                f"module {child_name!r}."
             )
-        owner = found
-    if _held(owner, name).get(name) is None:
-        held = [*owner._parameters, *owner._buffers]
+        owner = torch_dtype
+    if _tensor_dict(owner, name).get(name) is None:
+        tensor_names = [*owner._parameters, *owner._buffers]
         raise ValueError(
             f"{type(module).__name__} has no tensor {tensor_name!r}: {type(owner).__name__} has no parameter "
-            f"or buffer {name!r}. It has: {', '.join(held) or 'none'}."
+            f"or buffer {name!r}. It has: {', '.join(tensor_names) or 'none'}."
         )
     return owner, name
 
 
-def _held(owner: torch.nn.Module, name: str) -> dict[str, Any]:
+def _tensor_dict(owner: torch.nn.Module, name: str) -> dict[str, Any]:
     return owner._parameters if name in owner._parameters else owner._buffers
 
 
-def _put(owner: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+def _set_tensor(owner: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     # Recurrent layers keep a second list, which assignment brings up to date.
     if "_flat_weights" in vars(owner):
         setattr(owner, name, tensor)
     else:
-        _held(owner, name)[name] = tensor
+        _tensor_dict(owner, name)[name] = tensor
 
 
 def _read_device(device: Device) -> torch.device:
@@ -308,31 +308,31 @@ def move_tensor(
         value: The values; by default those of `old`.
         device: Where they go.
         dtype: What they are cast to; by default the dtype of `old`.
-        non_blocking: Let the copy run beside the host's work, where memory allows.
+        non_blocking: Copy asynchronously with respect to the host, where memory allows.
 
     Returns:
         `old` itself if nothing changes.
 
     Raises:
-        ValueError: If `old` is of a tensor class of its own, and the value is a plain tensor.
+        ValueError: If `old` is of a custom tensor class, and the value is a plain tensor.
     """
     if value is None and old.device == device and dtype in (None, old.dtype):
         return old
-    data = (old if value is None else _fitting(old, value)).detach()
-    dtype = dtype or _kept_dtype(old, data)
+    data = (old if value is None else _as_replacement(old, value)).detach()
+    dtype = dtype or _target_dtype(old, data)
     if not isinstance(old, Parameter):
         return data.to(device, dtype, non_blocking=non_blocking)
     if type(data) is not torch.Tensor:  # DTensor and torchao: tensors that are made of others
         return _with_attributes(old, Parameter(data.to(device, dtype, non_blocking=non_blocking), False))
-    # A class with a `to` of its own (bitsandbytes) moves by it, and drops its statistics on the meta device.
+    # A class with a custom `to` (bitsandbytes) is moved by it, and drops its statistics on the meta device.
     if type(old).to is torch.Tensor.to or device.type == "meta":
         return _of_class(old, data.to(device, dtype, non_blocking=non_blocking))
     new = _of_class(old, data.to(dtype=dtype)).to(device, non_blocking=non_blocking)
     return _with_attributes(old, new) if type(new) is type(old) else _of_class(old, new.detach())
 
 
-def _fitting(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a value as a tensor that can stand for `old`: a DTensor takes its part."""
+def _as_replacement(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value as a tensor that can replace `old`: a DTensor takes its shard."""
     if not hasattr(old, "__tensor_flatten__") or hasattr(value, "__tensor_flatten__"):
         return value
     tensor: Any = sys.modules.get("torch.distributed.tensor")
@@ -344,7 +344,7 @@ def _fitting(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return shard_replicated(value.detach(), old.device_mesh, old.placements)
 
 
-def _kept_dtype(old: torch.Tensor, data: torch.Tensor) -> torch.dtype:
+def _target_dtype(old: torch.Tensor, data: torch.Tensor) -> torch.dtype:
     """Return the dtype of `old`, or of the data if that is quantized for a class of quantized weights."""
     quantized = (
         old.is_floating_point() and not data.is_floating_point() and type(old).to is not torch.Tensor.to
@@ -362,7 +362,7 @@ def _of_class(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _with_attributes(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Give a parameter what `old` has and it lacks."""
+    """Copy the attributes that a parameter lacks from `old`."""
     if new.requires_grad != old.requires_grad and (new.is_floating_point() or new.is_complex()):
         new.requires_grad_(old.requires_grad)
     for key, attribute in vars(old).items():

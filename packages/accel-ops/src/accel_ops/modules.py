@@ -1,4 +1,4 @@
-"""Modules inside modules: taking wrappers off, and asking what a model is made of."""
+"""Modules inside modules: removing wrappers, and inspecting a model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def extract_model_from_parallel(
 ) -> torch.nn.Module:
     """Take a model out of the containers of parallel training (DDP, DataParallel, FSDP, DeepSpeed).
 
-    The containers are left as they were: training through them goes on.
+    The containers stay unchanged: training through them still works.
 
     Args:
         model: The model.
-        keep_fp32_wrapper: Keep what mixed precision wrapped `forward` in. Otherwise it is taken off, from the
-            model itself.
+        keep_fp32_wrapper: Keep mixed precision's wrapper of `forward`. Otherwise it is removed, in place.
         keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
             plain module is returned, also from inside of a container, and submodules in the wrapper of
             `torch.compile` are compiled in place instead, as by `torch.nn.Module.compile`, so that names have
@@ -48,9 +47,9 @@ def extract_model_from_parallel(
         The inner model; `model` itself when nothing wrapped it.
     """
     plain: torch.nn.Module = model._orig_mod if is_compiled_module(model) else model  # type: ignore[assignment]
-    inner = _without_containers(plain)
+    inner = _unwrap_containers(plain)
     if recursive:
-        _free_children(inner)
+        _unwrap_children(inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
     if not keep_torch_compile:
@@ -64,7 +63,7 @@ def extract_model_from_parallel(
     return model if inner is plain else type(model)(inner, model.dynamo_ctx)
 
 
-def _without_containers(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrap_containers(model: torch.nn.Module) -> torch.nn.Module:
     kinds = tuple(
         getattr(sys.modules[module], name)
         for module, name in _CONTAINERS
@@ -110,19 +109,19 @@ def _compiled_in_place(compiled: Any) -> torch.nn.Module:
     return inner
 
 
-def _free_children(model: torch.nn.Module) -> None:
+def _unwrap_children(model: torch.nn.Module) -> None:
     for name, child in model.named_children():
-        freed = _without_containers(child)
-        if freed is not child:
-            setattr(model, name, freed)
-        _free_children(freed)
+        unwrapped = _unwrap_containers(child)
+        if unwrapped is not child:
+            setattr(model, name, unwrapped)
+        _unwrap_children(unwrapped)
 
 
 class WeakForward:
-    """A module's forward method, for what the module itself keeps: it holds the module weakly.
+    """A module's forward method with a weak reference to the module, for use by the module itself.
 
-    A bound method in place of `module.forward`, or behind what is there, is a cycle: the module's memory
-    would be freed by the garbage collector alone.
+    A bound method stored in its own module is a reference cycle: only the garbage collector would free the
+    module's memory.
 
     Args:
         method: The bound method.
@@ -165,14 +164,14 @@ class WeakForward:
 
 
 def weak_forward(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """Return a forward as its module can keep it: without a cycle, where it is the module's method.
+    """Return a forward that its module can store: without a reference cycle if it is the module's method.
 
     Args:
         forward: Any function.
         module: The module.
     """
-    is_own = isinstance(forward, MethodType) and forward.__self__ is module
-    return WeakForward(forward) if is_own else forward  # type: ignore[arg-type]
+    is_module_method = isinstance(forward, MethodType) and forward.__self__ is module
+    return WeakForward(forward) if is_module_method else forward  # type: ignore[arg-type]
 
 
 def _restore_forward(model: torch.nn.Module) -> None:
@@ -207,7 +206,9 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
         module: The module.
     """
     # torch.nn.Module.compile leaves this attribute, and torch has no public way to ask (2.13).
-    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules())
+    return any(
+        is_compiled_module(child) or child._compiled_call_impl is not None for child in module.modules()
+    )
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
@@ -222,7 +223,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def model_is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether FSDP, of either version, has sharded a model or a part of it.
+    """Return whether FSDP, of either version, has sharded a model or a submodule.
 
     Args:
         model: The model.
@@ -270,11 +271,11 @@ def get_module_children_bottom_up(
     Returns:
         Every module once, a shared one under its first name.
     """
-    found: dict[torch.nn.Module, str] = {}
+    names: dict[torch.nn.Module, str] = {}
     for name, module in _bottom_up(model, ""):
         # A module that is used twice is one module, for those who shard or freeze it.
-        found.setdefault(module, name)
-    return [(name, module) for module, name in found.items()] if return_fqns else list(found)
+        names.setdefault(module, name)
+    return [(name, module) for module, name in names.items()] if return_fqns else list(names)
 
 
 def _bottom_up(module: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]]:

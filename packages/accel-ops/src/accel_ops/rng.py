@@ -1,4 +1,4 @@
-"""Random number generators: seeding all of them, and making those of all processes alike."""
+"""Random number generators: seeding all of them, and synchronizing them between processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def set_seed(
         device_specific: Add the rank to it, so that each process draws other numbers.
         deterministic: Make torch use deterministic algorithms where there are any (slower), and raise
             where there are none.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Raises:
         TypeError: If the seed is not an integer.
@@ -67,12 +67,12 @@ def synchronize_rng_state(
     *,
     process: ProcessInfo | None = None,
 ) -> None:
-    """Give one generator of every process the state that process 0's has.
+    """Set one generator of every process to the state of process 0's.
 
     Args:
         rng_type: "torch", "generator" or the name of a device; None for none.
         generator: The one that "generator" means.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Raises:
         ValueError: If the type is unknown, or "generator" comes without one.
@@ -86,15 +86,15 @@ def synchronize_rng_states(
     *,
     process: ProcessInfo | None = None,
 ) -> None:
-    """Give generators of every process the states that process 0's have.
+    """Set generators of every process to the states of process 0's.
 
-    A process on which something is wrong raises, but does not keep the others waiting.
+    A process with an error raises, but does not make the others hang.
 
     Args:
         rng_types: "torch", "generator" and names of devices. A device that is not here is left out with a
             warning.
         generator: The one that "generator" means.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Raises:
         ValueError: If a type is unknown, or "generator" comes without one; on every process, if that is so
@@ -104,7 +104,7 @@ def synchronize_rng_states(
     process = process or current_process()
     states, setters, problem = _generators(rng_types, generator)
     if process.world_size > 1 and rng_types:
-        # Also where there is a problem: the others would wait for this process for ever.
+        # Also with a problem: otherwise the other ranks would deadlock.
         # One collective for all generators and the problem, so that no process can leave in between.
         states, problem_of_0 = broadcast_object_list([states, _sendable(problem)], process=process)
         # What process 0 does not have, or this one cannot set, stays as it is.
@@ -123,7 +123,7 @@ _Setters = dict[RNGType, Callable[[_State], Any]]
 def _generators(
     rng_types: Sequence[RNGType | str], generator: torch.Generator | None
 ) -> tuple[_States, _Setters, Exception | None]:
-    """Return the state of each generator, how it is set, and what is wrong with the choice."""
+    """Return the state of each generator, its setter, and the problem with the choice, if any."""
     states: _States = {}
     setters: _Setters = {}
     try:

@@ -1,4 +1,4 @@
-"""What torch changed since 2.6 that more than one package meets: one function for each change."""
+"""Compatibility with torch since 2.6, one function for each change that several packages need."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-def shard_replicated(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Cut this process's part out of a whole tensor that every process has; nothing is sent.
+def shard_replicated(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Make a DTensor of a tensor that every process has in full, without communication.
 
     Args:
-        whole: The tensor, the same on all processes, on the device of the mesh.
+        full: The tensor, the same on all processes, on the device of the mesh.
         mesh: The processes.
-        placements: How the tensor lies on each axis of the mesh: replicated or sharded.
+        placements: The placement on each axis of the mesh: replicated or sharded.
 
     Returns:
-        A DTensor of the whole one's shape.
+        A DTensor of the same global shape.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     if is_torch_version(">=", "2.7"):
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
     # torch 2.6 has no src_data_rank, and its distribute_tensor sends the first process's tensor. Going from
-    # replicas to shards cuts without sending.
-    replicas = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part = replicas.redistribute(mesh, placements)
-    part.requires_grad_(whole.requires_grad)
-    return part
+    # replicas to shards needs no communication.
+    replicas = DTensor.from_local(full.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    sharded = replicas.redistribute(mesh, placements)
+    sharded.requires_grad_(full.requires_grad)
+    return sharded

@@ -87,12 +87,12 @@ def own(leaf: torch.Tensor) -> torch.Tensor:
 
 def naive_gather(leaf: torch.Tensor) -> torch.Tensor:
     leaf = torch.atleast_1d(own(leaf))
-    parts = [torch.empty_like(leaf) for _ in range(dist.get_world_size())]
+    gathered = [torch.empty_like(leaf) for _ in range(dist.get_world_size())]
     try:
-        dist.all_gather(parts, leaf)
+        dist.all_gather(gathered, leaf)
     except RuntimeError:  # gloo has no such dtype
-        dist.all_gather([as_bytes(part) for part in parts], as_bytes(leaf))
-    return torch.cat(parts)
+        dist.all_gather([as_bytes(item) for item in gathered], as_bytes(leaf))
+    return torch.cat(gathered)
 
 
 def naive_reduce(leaf: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:

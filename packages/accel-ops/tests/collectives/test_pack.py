@@ -62,7 +62,7 @@ def test_one_pack_holds_all_dtypes_with_the_larger_ones_first() -> None:
     found = plan(MIXED)
 
     assert len(found.packs) == 1
-    itemsizes = [part.dtype.itemsize for part in found.packs[0].parts]
+    itemsizes = [section.dtype.itemsize for section in found.packs[0].sections]
     assert itemsizes == sorted(itemsizes, reverse=True)
     assert found.packs[0].nbytes % 16 == 0
     assert found.large == []
@@ -75,7 +75,7 @@ def test_large_tensors_travel_alone() -> None:
     found = plan([small, large, small])
 
     assert found.large == [1]
-    assert [list(part.positions) for pack in found.packs for part in pack.parts] == [[0, 2]]
+    assert [list(section.positions) for pack in found.packs for section in pack.sections] == [[0, 2]]
 
 
 def test_a_full_pack_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from accel_ops.collectives import stack
 from accel_ops.collectives.pack_sections import SHARED_BYTES, as_bytes
-from accel_ops.collectives.stack import stack_if_alike
+from accel_ops.collectives.stack import stack_if_uniform
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]
 
@@ -19,7 +19,7 @@ def _no_memory() -> None:
 
 def gathered(trees: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """What each process gets if each of them has one of the trees."""
-    stacks = [stack_if_alike(tensors, len(trees)) for tensors in trees]
+    stacks = [stack_if_uniform(tensors, len(trees)) for tensors in trees]
     assert all(stacks)
     sent = torch.cat([each.buffers.sent for each in stacks])  # type: ignore[union-attr]
     stacks[0].buffers.received.copy_(sent)  # type: ignore[union-attr]
@@ -39,8 +39,8 @@ def test_tensors_of_one_kind_are_stacked_and_put_together(
     results = gathered(trees)
 
     assert len(results) == 4
-    for result, parts in zip(results, zip(*trees, strict=True), strict=True):
-        expected = torch.cat([torch.atleast_1d(part) for part in parts])
+    for result, sections in zip(results, zip(*trees, strict=True), strict=True):
+        expected = torch.cat([torch.atleast_1d(section) for section in sections])
         assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
         assert torch.equal(as_bytes(result), as_bytes(expected))
         assert result._base is None  # not a view for autograd
@@ -60,7 +60,7 @@ def test_tensors_of_one_kind_are_stacked_and_put_together(
     ],
 )
 def test_other_tensors_are_not_stacked(tensors: list[torch.Tensor]) -> None:
-    assert stack_if_alike(tensors, 2) is None
+    assert stack_if_uniform(tensors, 2) is None
 
 
 def test_what_comes_back_of_tensors_with_gradients_has_none() -> None:
@@ -72,21 +72,21 @@ def test_what_comes_back_of_tensors_with_gradients_has_none() -> None:
     results[0].add_(1)
     assert results[1].tolist() == [2.0] * 6
     for tensors in ([torch.ones(3), losses[0]], [losses[0], torch.ones(3)]):
-        assert stack_if_alike(tensors, 2) is not None
+        assert stack_if_uniform(tensors, 2) is not None
     between = [torch.ones(3), losses[0], torch.ones(3)]
-    assert stack_if_alike(between, 2) is None
+    assert stack_if_uniform(between, 2) is None
     with torch.no_grad():
-        assert stack_if_alike(between, 2) is not None
+        assert stack_if_uniform(between, 2) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*uantiz")
 def test_quantized_tensors_are_not_stacked() -> None:
-    assert stack_if_alike([torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)] * 2, 2) is None
+    assert stack_if_uniform([torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)] * 2, 2) is None
 
 
 def test_a_stack_that_failed_leaves_nothing_behind() -> None:
     good = [torch.ones(3) for _ in range(4)]
-    assert stack_if_alike([*good[:2], torch.zeros(5), good[3]], 2) is None
+    assert stack_if_uniform([*good[:2], torch.zeros(5), good[3]], 2) is None
 
     assert [result.tolist() for result in gathered([good, good])] == [[1.0] * 6] * 4
 
@@ -114,7 +114,7 @@ def test_buffers_are_used_again_and_results_are_not_in_them() -> None:
 
 
 def test_nobody_gets_buffers_that_are_in_use() -> None:
-    one, other = (stack_if_alike([torch.zeros(3)], 2) for _ in range(2))
+    one, other = (stack_if_uniform([torch.zeros(3)], 2) for _ in range(2))
 
     assert one is not None
     assert other is not None

@@ -1,4 +1,4 @@
-"""Checks that come before a collective: what a process group can and cannot move, said in words."""
+"""Checks that come before a collective: clear errors for tensors that a process group cannot communicate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accel_ops.trees.walk import find_path
 from accel_state.process.info import ProcessInfo
 
-# Asked in every collective, and the same as long as a group lives.
+# Cached per group, as every collective needs it.
 _movable_by_group: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
@@ -53,7 +53,7 @@ def require_rank(operation: str, from_process: int, process: ProcessInfo) -> Non
 
 
 def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> None:
-    """Raise if a tensor is not one dense block of memory that this process owns as a whole.
+    """Raise unless every tensor is a dense block of memory of this process.
 
     Args:
         operation: Name of the collective.
@@ -63,12 +63,12 @@ def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> 
     Raises:
         TypeError: If one is a DTensor, a sparse, nested or quantized tensor, or wraps others.
     """
-    # Looked for in the leaves, and its place in the tree only if there is one.
-    odd = next((leaf for leaf in leaves if not _is_plain(leaf)), None)
-    if odd is not None:
-        found = find_path(data, lambda node: node is odd)
-        assert found is not None
-        raise TypeError(f"{operation} moves dense tensors, but {found[0]} {_why(odd)}.")
+    # Searched in the leaves; its path in the tree is only computed for the error.
+    unsupported = next((leaf for leaf in leaves if not _is_plain(leaf)), None)
+    if unsupported is not None:
+        match = find_path(data, lambda node: node is unsupported)
+        assert match is not None
+        raise TypeError(f"{operation} moves dense tensors, but {match[0]} {_why(unsupported)}.")
 
 
 def require_devices(operation: str, data: Any, devices: Iterable[torch.device], process: ProcessInfo) -> None:
@@ -88,12 +88,12 @@ def require_devices(operation: str, data: Any, devices: Iterable[torch.device], 
         if device.type in movable:
             continue
         config = dist.get_backend_config()
-        found = find_path(
+        match = find_path(
             data, lambda node: isinstance(node, torch.Tensor) and node.device.type not in movable
         )
-        assert found is not None
+        assert match is not None
         raise ValueError(
-            f"{operation}: {found[0]} is on {found[1].device}, but the process group ({config}) moves "
+            f"{operation}: {match[0]} is on {match[1].device}, but the process group ({config}) moves "
             f"tensors on {' and '.join(sorted(movable))} only. Send it to {process.device} first, for "
             "example with send_to_device."
         )
@@ -110,7 +110,7 @@ def _why(leaf: torch.Tensor) -> str:
     name = type(leaf).__name__
     # By name: torch.distributed.tensor takes long to import, and is not needed to word an error.
     if name == "DTensor":
-        return "is a DTensor, of which each process holds a part; pass its .full_tensor() or .to_local()"
+        return "is a DTensor, of which each process has a shard; pass its .full_tensor() or .to_local()"
     if leaf.is_nested:
         return "is a nested tensor; pass leaf.values() and leaf.offsets(), or pad it with to_padded_tensor()"
     if leaf.layout is not torch.strided:
@@ -123,9 +123,9 @@ def _why(leaf: torch.Tensor) -> str:
 def _movable() -> frozenset[str]:
     """Return the device types that the default process group can move."""
     group = dist.group.WORLD
-    known = _movable_by_group.get(group)
-    if known is None:
+    movable = _movable_by_group.get(group)
+    if movable is None:
         # "cpu:gloo,cuda:nccl": torch has no public list of the devices of a group.
         entries = dist.get_backend_config().split(",")
-        known = _movable_by_group[group] = frozenset(entry.partition(":")[0] for entry in entries)
-    return known
+        movable = _movable_by_group[group] = frozenset(entry.partition(":")[0] for entry in entries)
+    return movable

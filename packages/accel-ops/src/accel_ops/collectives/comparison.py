@@ -1,4 +1,4 @@
-"""Comparing a short text between processes that need not all come, through the store of the process group."""
+"""Comparing a short text between processes through the process group's store, even if some never come."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from accel_ops.debug.store import default_store
 
 PATIENCE = timedelta(seconds=5)
-"""How long a process waits for the others. Who comes later sees what was noted."""
+"""How long a process waits for the others. A later one sees the recorded texts."""
 
-_LOOK_EVERY_S = 0.01
+_POLL_S = 0.01
 
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How many comparisons of each kind were named, per process group."""
@@ -43,7 +43,7 @@ def is_equal_on_all_ranks(
         patience: How long to wait for the others, if no difference is found before.
 
     Returns:
-        Whether all have the same; None where that is not known, as some have not come in time.
+        Whether all are equal; None if some processes have not come in time.
     """
     store = _store_of(name)
     if store is None:
@@ -55,7 +55,7 @@ def is_equal_on_all_ranks(
     end = time.monotonic() + patience.total_seconds()
     # Not store.wait, for which torch writes a warning to stderr where not all have come in time.
     while not store.check(["compared"]) and time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_S)
     if store.check(["differ"]):
         return False
     return True if store.check(["compared"]) else None

@@ -1,6 +1,6 @@
 """Collectives for any Python objects, by pickling.
 
-What cannot be pickled raises on every process, not only where it is: the others would wait for it for ever.
+An object that cannot be pickled raises on every process, not only on its own: the others would deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gather_object(object: Any, *, process: ProcessInfo | None = None) -> list[An
     Args:
         object: A list or tuple, whose entries are collected; its length may differ between processes.
             Anything else counts as one entry.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
         The entries of all processes.
@@ -35,18 +35,18 @@ def gather_object(object: Any, *, process: ProcessInfo | None = None) -> list[An
     """
     process = process or current_process()
     # A namedtuple is one record, though it is a tuple.
-    several = isinstance(object, (list, tuple)) and not is_namedtuple(object)
-    entries = list(object) if several else [object]
+    is_sequence = isinstance(object, (list, tuple)) and not is_namedtuple(object)
+    entries = list(object) if is_sequence else [object]
     if process.world_size == 1:
         return entries
     if process.debug:
         check_collectives.check("gather_object", process=process)
     require_group("gather_object", process)
-    # Pickled before the collective: what cannot be pickled travels as a text that says why.
-    parts: list[Any] = [None] * process.world_size
-    dist.all_gather_object(parts, _pickled(entries))
-    _raise_failures("gather_object", dict(enumerate(parts)))
-    return [entry for part in parts for entry in pickle.loads(part)]
+    # Pickled before the collective: an object that cannot be pickled is replaced by its error text.
+    pickled: list[Any] = [None] * process.world_size
+    dist.all_gather_object(pickled, _pickled(entries))
+    _raise_failures("gather_object", dict(enumerate(pickled)))
+    return [entry for item in pickled for entry in pickle.loads(item)]
 
 
 def broadcast_object_list(
@@ -57,7 +57,7 @@ def broadcast_object_list(
     Args:
         object_list: The objects, on the others as many placeholders, which are replaced in place.
         from_process: Rank of the process whose objects count.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
         `object_list` itself.

@@ -19,14 +19,14 @@ from accel_ops.collectives import waits
 from accel_ops.collectives.checks import require_devices, require_group, require_plain, require_rank
 from accel_ops.collectives.pack import Plan, plan
 from accel_ops.collectives.pack_sections import as_bytes
-from accel_ops.collectives.stack import stack_if_alike
+from accel_ops.collectives.stack import stack_if_uniform
 from accel_ops.debug import check_collectives
 from accel_ops.trees.walk import find_path, flatten, plain_tensors, rebuild
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
-# Exact types that need no further check; DTensor and other subclasses take the slow way.
-_USUAL = {torch.Tensor, torch.nn.Parameter}
+# Exact types that need no further check; DTensor and other subclasses take the slow path.
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 _REDUCTIONS = ("mean", "sum", "max", "none")
 
 
@@ -36,7 +36,7 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
     Args:
         tensor: A tree of tensors, of the same structure, shapes and dtypes on every process (see
             `pad_across_processes`).
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
         The tree with tensors of shape `(world_size * n, *)` for `(n, *)`, and `(world_size,)` for
@@ -55,7 +55,7 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
         leaves, put_back = plain, partial(rebuild, tensor)
     else:
         leaves, put_back = flatten(tensor, required_by="gather")
-    if process.world_size == 1 or (plain is None and not set(map(type, leaves)) <= _USUAL):
+    if process.world_size == 1 or (plain is None and not set(map(type, leaves)) <= _PLAIN_TYPES):
         require_plain("gather", tensor, leaves)
     if process.world_size == 1:
         return put_back([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])
@@ -65,10 +65,10 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
     try:
         if plain is not None:
             return _gather(tensor, leaves, put_back, process, group)
-        # Other containers may look at the values when they are made: not before these are there.
+        # Other containers may read the values when they are built, so only afterwards.
         return put_back(_gather(tensor, leaves, list, process, group))
     except RuntimeError:
-        # These may say better why, and cost too much before.
+        # These give better errors, but are too expensive to run before.
         require_plain("gather", tensor, leaves)
         if dist.group.WORLD is group:  # else another thread has destroyed it
             require_devices("gather", tensor, {leaf.device for leaf in leaves}, process)
@@ -82,20 +82,20 @@ def _gather(
     process: ProcessInfo,
     group: dist.ProcessGroup,
 ) -> Any:
-    # The usual case, as the metrics of a step are: one stack, and one collective.
-    stack = stack_if_alike(leaves, process.world_size)
+    # The common case, such as the metrics of a step: one stack, and one collective.
+    stack = stack_if_uniform(leaves, process.world_size)
     if stack is None:
         with torch.no_grad():
             return put_back(_gather_packs(data, leaves, process, group))
-    own = stack.buffers
-    if own.sent.device.type != "cpu":  # there a group that cannot move it raises an error by itself
-        require_devices("gather", data, [own.sent.device], process)
+    buffers = stack.buffers
+    if buffers.sent.device.type != "cpu":  # there a group that cannot move it raises an error by itself
+        require_devices("gather", data, [buffers.sent.device], process)
 
     def make_results() -> tuple[torch.Tensor, Any]:
         memory, results = stack.make_results()
         return memory, put_back(results)
 
-    memory, gathered = waits.all_gather(own.received, own.sent, group, make_results)
+    memory, gathered = waits.all_gather(buffers.received, buffers.sent, group, make_results)
     stack.fill(memory)
     return gathered
 
@@ -104,15 +104,15 @@ def _gather_packs(
     data: Any, leaves: Sequence[torch.Tensor], process: ProcessInfo, group: dist.ProcessGroup
 ) -> Sequence[torch.Tensor]:
     world = process.world_size
-    found = _plan("gather", data, leaves, process, copies=world)
+    packing = _plan("gather", data, leaves, process, copies=world)
     gathered: list[Any] = [None] * len(leaves)
     works = []
-    for i in found.large:
+    for i in packing.large:
         shape = leaves[i].shape
         gathered[i] = leaves[i].new_empty((world * shape[0], *shape[1:]))
         works.append(waits.start_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), group))
-    # While the large ones are on their way.
-    for pack in found.packs:
+    # Meanwhile the large ones are in flight.
+    for pack in packing.packs:
         buffers = pack.buffers()
         if pack.nbytes:
             pack.pack(leaves, buffers)
@@ -136,10 +136,10 @@ def reduce(
             point); "max", the largest of each element (of booleans whether any is true); or "none", which
             does nothing at all.
         scale: The result is multiplied by this (integers become floating point, unless it is 1 or an int).
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
-        The tree of reduced tensors, in memory of their own and without gradient. The order in which floating
+        The tree of reduced tensors, in new memory and without gradient. The order in which floating
         point numbers of three and more processes are added is the backend's.
 
     Raises:
@@ -159,15 +159,15 @@ def reduce(
     _require_numbers(tensor, leaves, ordered=reduction == "max")
     divisor = process.world_size if reduction == "mean" else 0
     if process.world_size == 1:
-        return rebuild([_finish(_owned(leaf), divisor, scale) for leaf in leaves])
+        return rebuild([_finish(_contiguous_copy(leaf), divisor, scale) for leaf in leaves])
     if process.debug:
         check_collectives.check(
             "reduce", tensor, process=process, detail=f"reduction={reduction!r}, scale={scale}"
         )
     with torch.no_grad():
-        found = _plan("reduce", tensor, leaves, process)
+        packing = _plan("reduce", tensor, leaves, process)
         op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-        return rebuild(_reduce(leaves, found, op, divisor, scale))
+        return rebuild(_reduce(leaves, packing, op, divisor, scale))
 
 
 def _reduce(
@@ -176,14 +176,18 @@ def _reduce(
     reduced: list[Any] = [None] * len(leaves)
     works = []
     for i in plan.large:
-        reduced[i] = _owned(leaves[i])
+        reduced[i] = _contiguous_copy(leaves[i])
         works.append(_all_reduce(reduced[i], op, async_op=True))
-    for part in (part for pack in plan.packs for part in pack.parts):
-        total = part.lay_out(leaves)
-        # All-reduce works in place, and the given tensors must not change.
-        total = _owned(total) if len(part.positions) == 1 else total  # of one tensor it may be a view
+    for section in (section for pack in plan.packs for section in pack.sections):
+        total = section.flatten_tensors(leaves)
+        # All-reduce works in place, and the inputs must not change.
+        total = (
+            _contiguous_copy(total) if len(section.positions) == 1 else total
+        )  # of one tensor it may be a view
         _all_reduce(total, op)
-        for i, piece in zip(part.positions, part.take_apart(_finish(total, divisor, scale)), strict=True):
+        for i, piece in zip(
+            section.positions, section.split_copies(_finish(total, divisor, scale)), strict=True
+        ):
             reduced[i] = piece
     for i, work in zip(plan.large, works, strict=True):
         waits.wait(work)
@@ -191,7 +195,7 @@ def _reduce(
     return reduced
 
 
-def _owned(leaf: torch.Tensor) -> torch.Tensor:
+def _contiguous_copy(leaf: torch.Tensor) -> torch.Tensor:
     # Contiguous: backends reduce dense memory in its order, whatever the strides.
     copied = leaf.detach().clone(memory_format=torch.contiguous_format)
     return copied.resolve_conj().resolve_neg()
@@ -199,10 +203,10 @@ def _owned(leaf: torch.Tensor) -> torch.Tensor:
 
 def _finish(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
     inexact = total.is_floating_point() or total.is_complex()
-    # In place where the dtype allows: the tensor is this function's own.
+    # In place where the dtype allows: nothing else uses the tensor.
     if divisor:
         total = total.div_(divisor) if inexact else total / divisor
-    # Asked again, as a mean of integers has become floating point by now.
+    # Checked again, as a mean of integers is floating point by now.
     if scale != 1:
         total = total.mul_(scale) if total.is_floating_point() or total.is_complex() else total * scale
     return total
@@ -225,22 +229,22 @@ def _all_reduce(total: torch.Tensor, op: dist.ReduceOp.RedOpType, async_op: bool
 
 def _require_numbers(data: Any, leaves: Sequence[torch.Tensor], ordered: bool) -> None:
     if not ordered and any(leaf.dtype is torch.bool for leaf in leaves):
-        where = _first(data, lambda leaf: leaf.dtype is torch.bool)
+        where = _first_path(data, lambda leaf: leaf.dtype is torch.bool)
         raise TypeError(
             f"reduce takes numbers, but {where} is boolean. Pass its .int() to count, use reduction='max' "
             "to know whether any is true, or gather it."
         )
     if ordered and any(map(torch.is_complex, leaves)):
-        where = _first(data, torch.is_complex)
+        where = _first_path(data, torch.is_complex)
         raise TypeError(
             f"reduce: reduction='max' needs numbers that have an order, but {where} is complex. Pass its "
             ".abs(), or gather it."
         )
 
 
-def _first(data: Any, wanted: Callable[[torch.Tensor], bool]) -> str:
-    found = find_path(data, lambda node: isinstance(node, torch.Tensor) and wanted(node))
-    return found[0] if found else "a tensor"
+def _first_path(data: Any, condition: Callable[[torch.Tensor], bool]) -> str:
+    match = find_path(data, lambda node: isinstance(node, torch.Tensor) and condition(node))
+    return match[0] if match else "a tensor"
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, process: ProcessInfo | None = None) -> Any:
@@ -250,7 +254,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, process: ProcessInfo | None
         tensor: A tree of tensors, of the same structure, shapes and dtypes on every process. On the other
             processes they are overwritten in place.
         from_process: Rank of the process whose values count.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
         `tensor` itself.
@@ -272,8 +276,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, process: ProcessInfo | None
         detail = f"from_process={from_process}"
         check_collectives.check("broadcast", tensor, process=process, detail=detail, one_place=False)
     with torch.no_grad():
-        found = _plan("broadcast", tensor, leaves, process)
-        _broadcast(leaves, found, from_process, sends=process.rank == from_process)
+        packing = _plan("broadcast", tensor, leaves, process)
+        _broadcast(leaves, packing, from_process, sends=process.rank == from_process)
     return tensor
 
 
@@ -318,11 +322,11 @@ def _write(leaf: torch.Tensor, values: torch.Tensor) -> None:
 def copy_tensor_to_devices(
     tensor: torch.Tensor | None = None, *, process: ProcessInfo | None = None
 ) -> torch.Tensor:
-    """Give every process the tensor that one process has, of which the others know nothing.
+    """Give every process a tensor of one process, whose shape the others do not know.
 
     Args:
         tensor: The tensor on one process, None on all others.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
         The tensor, on the device of each process, without gradient.
@@ -343,19 +347,19 @@ def copy_tensor_to_devices(
         offers = [None] * process.world_size
         dist.all_gather_object(offers, offer)
     # The name of None's type: a process that gave nothing.
-    givers = [rank for rank, offered in enumerate(offers) if offered != "NoneType"]
-    if len(givers) != 1 or isinstance(offers[givers[0]], str):
-        given = ", ".join(f"process {rank} gave {_offered(offers[rank])}" for rank in givers)
+    sources = [rank for rank, offered in enumerate(offers) if offered != "NoneType"]
+    if len(sources) != 1 or isinstance(offers[sources[0]], str):
+        contributors = ", ".join(f"process {rank} gave {_offered(offers[rank])}" for rank in sources)
         raise ValueError(
             f"{operation} takes a tensor on exactly one process and None on the others, but "
-            f"{given or 'no process gave one'}."
+            f"{contributors or 'no process gave one'}."
         )
-    shape, dtype = offers[givers[0]]
+    shape, dtype = offers[sources[0]]
     copied = torch.empty(shape, dtype=dtype, device=process.device)
     if tensor is not None:
         copied.copy_(tensor.detach())
     if process.world_size > 1:
-        dist.broadcast(as_bytes(copied), givers[0])
+        dist.broadcast(as_bytes(copied), sources[0])
     return copied
 
 
@@ -367,6 +371,6 @@ def _plan(
     operation: str, data: Any, leaves: Sequence[torch.Tensor], process: ProcessInfo, copies: int = 1
 ) -> Plan:
     require_group(operation, process)
-    found = plan(leaves, copies)
-    require_devices(operation, data, found.devices, process)
-    return found
+    packing = plan(leaves, copies)
+    require_devices(operation, data, packing.devices, process)
+    return packing

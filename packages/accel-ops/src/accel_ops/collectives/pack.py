@@ -1,8 +1,8 @@
-"""Packing many small tensors into one buffer of bytes, so that they travel in one collective.
+"""Packing many small tensors into one buffer of bytes, so that they are sent in one collective.
 
-Data movement needs no arithmetic, so a pack holds tensors of all dtypes side by side: the tensors of each
-dtype are laid end to end, dtypes with larger elements first. Every part then starts at a multiple of its
-element size, also in the rows of a gathered buffer, because the end is padded likewise.
+Data movement needs no arithmetic, so a pack has tensors of all dtypes: the tensors of each dtype are
+concatenated into a section, dtypes with larger elements first. Every section then starts at a multiple of its
+element size, also in the rows of a gathered buffer, because the end is padded too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ops.collectives.pack_sections import SHARED_BYTES, Part
+from accel_ops.collectives.pack_sections import SHARED_BYTES, Section
 
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size (bytes) are packed.
@@ -33,48 +33,48 @@ _shape, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("
 
 
 class Buffers(NamedTuple):
-    """Memory in which one pack travels, with views of it that are made once.
+    """Memory of one pack in flight, with its views.
 
     Args:
         sent: The bytes of this process: a uint8 tensor of shape (nbytes,).
         received: The bytes of all copies, one after the other: of shape (copies * nbytes,). Of one copy it
             is `sent`.
-        places: Where each part is laid out in `sent`; see `Part.place`.
-        copies: Where the copies of each part are in `received`.
+        targets: The view of each section in `sent`; see `Section.view_in`.
+        copies: The views of each section's copies in `received`.
     """
 
     sent: torch.Tensor
     received: torch.Tensor
-    places: Sequence[torch.Tensor]
+    targets: Sequence[torch.Tensor]
     copies: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Tensors that travel together.
+    """Tensors that are sent in one collective.
 
     Args:
-        parts: Their parts, those with the largest elements first.
+        sections: Their sections, those with the largest elements first.
         copies: How many packs come back.
     """
 
-    parts: Sequence[Part]
+    sections: Sequence[Section]
     copies: int
     _kept: list[Buffers] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self.parts[0].device
+        return self.sections[0].device
 
     @cached_property
     def nbytes(self) -> int:
         """Size of what is sent, with its padding."""
-        alignment = self.parts[0].dtype.itemsize
-        return -(-sum(part.nbytes for part in self.parts) // alignment) * alignment
+        alignment = self.sections[0].dtype.itemsize
+        return -(-sum(section.nbytes for section in self.sections) // alignment) * alignment
 
     def buffers(self) -> Buffers:
-        """Return buffers that nobody else uses: those that `keep` got, or new ones."""
+        """Return unused buffers: those passed to `keep`, or new ones."""
         try:
             return self._kept.pop()  # one call, so that two threads never get the same ones
         except IndexError:
@@ -98,39 +98,39 @@ class Pack:
             tensors: All the tensors that `plan` saw.
             buffers: What `buffers` returned.
         """
-        for part, place in zip(self.parts, buffers.places, strict=True):
-            part.write(tensors, place)
+        for section, target in zip(self.sections, buffers.targets, strict=True):
+            section.write(tensors, target)
 
     def unpack(self, buffers: Buffers, into: list[Any]) -> None:
-        """Make the tensors that come back, in memory of their own.
+        """Make the tensors that come back, in new memory.
 
         Args:
             buffers: With the packs that came back in `received`.
             into: Where they are put, at the positions of the tensors that `plan` saw.
         """
-        for part, copies in zip(self.parts, buffers.copies, strict=True):
-            pieces = part.put_together(copies)
-            # All tensors are in this part, in their order: one slice assignment in place of a loop.
+        for section, copies in zip(self.sections, buffers.copies, strict=True):
+            pieces = section.concatenate_copies(copies)
+            # All tensors are in this section, in order: one slice assignment instead of a loop.
             if len(pieces) == len(into):
                 into[:] = pieces
                 return
-            for i, piece in zip(part.positions, pieces, strict=True):
+            for i, piece in zip(section.positions, pieces, strict=True):
                 into[i] = piece
 
     def _make_buffers(self) -> Buffers:
         sent = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         received = sent if self.copies == 1 else sent.new_empty(self.copies * self.nbytes)
         rows = received.view(self.copies, self.nbytes)
-        ends = list(accumulate(part.nbytes for part in self.parts))
-        spans = [slice(end - part.nbytes, end) for part, end in zip(self.parts, ends, strict=True)]
-        places = [part.place(sent[span]) for part, span in zip(self.parts, spans, strict=True)]
-        copies = [part.place(rows[:, span]) for part, span in zip(self.parts, spans, strict=True)]
-        return Buffers(sent, received, places, copies)
+        ends = list(accumulate(section.nbytes for section in self.sections))
+        spans = [slice(end - section.nbytes, end) for section, end in zip(self.sections, ends, strict=True)]
+        targets = [section.view_in(sent[span]) for section, span in zip(self.sections, spans, strict=True)]
+        copies = [section.view_in(rows[:, span]) for section, span in zip(self.sections, spans, strict=True)]
+        return Buffers(sent, received, targets, copies)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tensors travel together, and which ones alone.
+    """Which tensors are packed, and which are sent separately.
 
     Args:
         packs: The packs of small tensors.
@@ -144,7 +144,7 @@ class Plan:
 
 
 def plan(tensors: Sequence[torch.Tensor], copies: int = 1) -> Plan:
-    """Decide which tensors travel together.
+    """Decide which tensors are packed.
 
     The answer depends on shapes, dtypes and devices alone, so it is the same on every process.
 
@@ -203,7 +203,10 @@ def _pack(
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i in members:
         by_dtype.setdefault(dtypes[i], []).append(i)
-    # Larger elements first: then every part begins at a multiple of its element size.
+    # Larger elements first: then every section starts at a multiple of its element size.
     ordered = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
-    parts = [Part(dtype, device, places, [shapes[i] for i in places], copies) for dtype, places in ordered]
-    return Pack(parts, copies)
+    sections = [
+        Section(dtype, device, positions, [shapes[i] for i in positions], copies)
+        for dtype, positions in ordered
+    ]
+    return Pack(sections, copies)

@@ -1,7 +1,7 @@
-"""Laying tensors end to end, and taking what comes back apart, in the fewest calls.
+"""Concatenating tensors, and splitting the results, in the fewest calls.
 
 The cost of a small collective is that of the calls into torch. So what depends on shapes and dtypes alone is
-worked out once and remembered, and what can be done for all tensors in one call is not done one by one.
+computed once and cached, and tensors are handled in one call rather than one by one.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 from torch._utils import _flatten_dense_tensors
 
 SHARED_BYTES = 32 * 1024
-"""Results that are together no larger than this (bytes) stay in one block of memory; others get their own.
+"""Results with a total size up to this (bytes) share one block of memory; larger ones get separate memory.
 
-Own memory costs an allocation and a copy for each tensor; shared memory stays as long as one of them does.
+Separate memory costs an allocation and a copy per tensor; shared memory lives as long as one of them does.
 """
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""As what elements of a size (bytes) move: not every dtype can be indexed (float8 cannot)."""
+"""The dtype in which elements of a size (bytes) are indexed: not every dtype can be (float8 cannot)."""
 
 _split_with_sizes_copy: Any = torch.split_with_sizes_copy  # torch's annotation says it returns nothing
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """The tensors of one dtype in a pack.
 
-    They are laid end to end row by row where all have rows of one shape, which takes a single call; else
+    They are concatenated row by row if all have rows of one shape, which takes a single call; else
     element by element.
 
     Args:
         dtype: Their dtype.
         device: Where they are.
-        positions: Which ones of all the tensors they are.
+        positions: Their indices among all the tensors.
         shapes: Their shapes.
         copies: How many of each come back (one from every process if they are gathered).
     """
@@ -76,21 +76,21 @@ class Part:
 
     @cached_property
     def result_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes that come back: copies are put together along the first dimension."""
+        """The shapes of the results: copies are concatenated along the first dimension."""
         if self.copies == 1:
             return [tuple(shape) for shape in self.shapes]
         return [(self.copies * shape[0], *shape[1:]) if shape else (self.copies,) for shape in self.shapes]
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """Where in all the copies the rows (else elements) of each tensor are, one tensor after the other."""
-        place = torch.arange(sum(self.result_lengths), device=self.device).view(
+        """The indices in all the copies of each tensor's rows (else elements), one tensor after the other."""
+        index = torch.arange(sum(self.result_lengths), device=self.device).view(
             self.copies, sum(self.lengths)
         )
-        return torch.cat([columns.reshape(-1) for columns in torch.split(place, self.lengths, 1)])
+        return torch.cat([columns.reshape(-1) for columns in torch.split(index, self.lengths, 1)])
 
-    def lay_out(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lay the tensors of this part end to end.
+    def flatten_tensors(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Concatenate the tensors of this section.
 
         Args:
             tensors: All the tensors that `plan` saw.
@@ -105,51 +105,51 @@ class Part:
         return _flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call,no-any-return]
 
     @cached_property
-    def laid_out_shape(self) -> tuple[int, ...]:
-        """The shape of all that comes back, laid end to end."""
+    def flat_shape(self) -> tuple[int, ...]:
+        """The shape of the concatenated results."""
         return (sum(self.result_lengths), *(self.row_shape or ()))
 
-    def take_apart(self, laid_out: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Make the tensors that come back, of elements of which no other part of the program knows.
+    def split_copies(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Split concatenated results, which nothing else uses, into tensors.
 
         Args:
-            laid_out: A contiguous tensor of `laid_out_shape`.
+            flat: A contiguous tensor of `flat_shape`.
 
         Returns:
             The tensors, as independent for autograd as if they had been made one by one.
         """
-        if laid_out.nbytes <= SHARED_BYTES:
-            # Unsafe means: pieces that autograd takes for independent, which they are, as nobody has the
-            # whole.
-            pieces: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(laid_out, self.result_lengths)
+        if flat.nbytes <= SHARED_BYTES:
+            # Unsafe: autograd treats the pieces as independent, which they are, as nothing else uses the
+            # full tensor.
+            pieces: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(flat, self.result_lengths)
         else:
-            pieces = _split_with_sizes_copy(laid_out, self.result_lengths)
+            pieces = _split_with_sizes_copy(flat, self.result_lengths)
         return pieces if self.row_shape is not None else self._in_shape(pieces)
 
-    def write(self, tensors: Sequence[torch.Tensor], place: torch.Tensor) -> None:
-        """Lay the tensors of this part end to end in a given place.
+    def write(self, tensors: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Concatenate the tensors of this section into a view.
 
         Args:
             tensors: All the tensors that `plan` saw.
-            place: What `place` returned.
+            target: What `view_in` returned.
         """
         if len(self.positions) == 1:
-            place.copy_(tensors[self.positions[0]])
+            target.copy_(tensors[self.positions[0]])
             return
         chosen = self._chosen(tensors)
         if self.row_shape is not None:
-            torch.cat(chosen, out=place)  # type: ignore[arg-type]
+            torch.cat(chosen, out=target)  # type: ignore[arg-type]
         else:
-            place.copy_(_flatten_dense_tensors(chosen))  # type: ignore[no-untyped-call]
+            target.copy_(_flatten_dense_tensors(chosen))  # type: ignore[no-untyped-call]
 
-    def place(self, buffer: torch.Tensor) -> torch.Tensor:
-        """View bytes as what this part is laid out in.
+    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """View bytes as the concatenated tensors of this section.
 
         Args:
-            buffer: A uint8 tensor of shape (*, self.nbytes), which may be a part of the rows of another one.
+            buffer: A uint8 tensor of shape (*, self.nbytes), which may be a slice of another buffer's rows.
 
         Returns:
-            A tensor of shape (*, sum(self.lengths), *self.row_shape) in the dtype of this part.
+            A tensor of shape (*, sum(self.lengths), *self.row_shape) in the dtype of this section.
         """
         shape = (*buffer.shape[:-1], sum(self.lengths), *(self.row_shape or ()))
         # An empty buffer cannot be viewed as another dtype.
@@ -157,25 +157,25 @@ class Part:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return buffer.view(self.dtype).view(shape)
 
-    def put_together(self, copies: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Make the tensors that come back, of whole copies of this part.
+    def concatenate_copies(self, copies: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Make the results from all copies of this section.
 
         Args:
-            copies: What `place` returned for a buffer of shape (self.copies, self.nbytes).
+            copies: What `view_in` returned for a buffer of shape (self.copies, self.nbytes).
 
         Returns:
-            The tensors, in memory of which no other part of the program knows.
+            The tensors, in memory that nothing else uses.
         """
         if len(self.positions) == 1:
             # In place, as in `_in_shape`.
             return [copies.clone(memory_format=torch.contiguous_format).resize_(self.result_shapes[0])]
-        # The only copy: each tensor's pieces go into memory of its own.
+        # The only copy: each tensor's pieces go into separate memory.
         if copies.nbytes > SHARED_BYTES:
             return self._in_shape(_split_with_sizes_copy(copies.flatten(1), self.sizes, 1))
         words = copies.view(WORDS[self.dtype.itemsize])  # of any dtype, also of those that cannot be indexed
-        words = words.reshape(self.laid_out_shape)
+        words = words.reshape(self.flat_shape)
         words = words.clone() if self.copies == 1 else words.index_select(0, self.order)
-        return self.take_apart(words.view(self.dtype))
+        return self.split_copies(words.view(self.dtype))
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if len(tensors) == len(self.positions):

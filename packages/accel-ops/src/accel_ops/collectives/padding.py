@@ -16,7 +16,7 @@ from accel_state.process.state import current_process
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was to be padded across processes, and came back as it is."""
+    """A nested tensor cannot be padded across processes, and is returned unchanged."""
 
 
 def pad_across_processes(
@@ -29,7 +29,7 @@ def pad_across_processes(
 ) -> Any:
     """Pad the tensors of all processes to the largest size along a dimension, so that they can be gathered.
 
-    The sizes of the whole tree are exchanged in one collective.
+    The sizes of the full tree are exchanged in one collective.
 
     Args:
         tensor: A tree of tensors, of the same structure on every process. Nested tensors come back as they
@@ -37,7 +37,7 @@ def pad_across_processes(
         dim: The dimension; tensors that do not have it come back as they are.
         pad_index: The value to pad with.
         pad_first: Pad at the beginning and not at the end.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
 
     Returns:
         The tree; a tensor that has the largest size already is the same object.
@@ -70,8 +70,8 @@ def pad_across_processes(
 def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
     if leaf.is_nested:
         warn(
-            "pad_across_processes cannot pad a nested tensor, which comes back as it is. Pass its values, or "
-            "pad it with to_padded_tensor() first.",
+            "pad_across_processes cannot pad a nested tensor, which is returned unchanged. Pass its values, "
+            "or pad it with to_padded_tensor() first.",
             CannotPadNestedTensorWarning,
         )
         return False

@@ -1,4 +1,4 @@
-"""Gathering tensors of one kind, as the metrics of a step are: one stack, in the fewest calls.
+"""Gathering tensors of one shape and dtype, such as a step's metrics: one stack, in the fewest calls.
 
 After a collective the processor's caches hold other things, and each further function costs many times what
 it costs in a loop. So the memory of a stack is kept, with all views of it that a gather needs.
@@ -20,7 +20,7 @@ _dtype = attrgetter("dtype")
 
 
 class Buffers(NamedTuple):
-    """Memory in which stacks travel.
+    """Send and receive memory of stacks.
 
     Args:
         stack: The stack of this process, of shape (number of tensors, *shape).
@@ -37,7 +37,7 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """Of what kind the tensors of a stack are.
+    """Number, shape, dtype and device of the tensors of a stack.
 
     Args:
         number: How many there are.
@@ -62,11 +62,11 @@ class Kind:
     @cached_property
     def order(self) -> torch.Tensor:
         """Where in all stacks the rows of each tensor are, one tensor after the other."""
-        place = torch.arange(sum(self.lengths), device=self.device)
-        return place.view(self.copies, self.number, -1).transpose(0, 1).flatten()
+        index = torch.arange(sum(self.lengths), device=self.device)
+        return index.view(self.copies, self.number, -1).transpose(0, 1).flatten()
 
     def buffers(self) -> Buffers:
-        """Return buffers that nobody else uses: those that `keep` got, or new ones."""
+        """Return unused buffers: those passed to `keep`, or new ones."""
         try:
             return self._kept.pop()  # one call, so that two threads never get the same ones
         except IndexError:
@@ -91,27 +91,27 @@ class Stack(NamedTuple):
 
     Args:
         kind: Their kind.
-        buffers: Memory that holds them, which goes back to the kind with `fill`.
+        buffers: Their memory, which `fill` returns to the kind.
     """
 
     kind: Kind
     buffers: Buffers
 
     def make_results(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Make the tensors that come back, without their values: while the stacks are on their way.
+        """Make the tensors that come back, without their values: while the stacks are in flight.
 
         Returns:
             The memory of all of them, for `fill`, and as many tensors as the stack has: each with its copies,
-            put together along the first dimension. Nobody else may write to the memory.
+            concatenated along the first dimension. Nothing else may write to the memory.
         """
         kind = self.kind
         memory = torch.empty_like(self.buffers.rows)
         rows = memory if memory.dtype is kind.dtype else memory.view(kind.dtype)
-        # Unsafe means: pieces that autograd takes for independent, which they are, as nobody has the whole.
+        # Unsafe: autograd treats the pieces as independent, which they are: nothing else uses the memory.
         return memory, torch.unsafe_split_with_sizes(rows, kind.lengths)
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Give the results their values, once all stacks have come. The buffers are the kind's again.
+        """Fill the results once all stacks have been received, and return the buffers to the kind.
 
         Args:
             memory: What `make_results` returned first.
@@ -120,7 +120,7 @@ class Stack(NamedTuple):
         self.kind.keep(self.buffers)
 
 
-def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None:
+def stack_if_uniform(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None:
     """Stack the tensors if they are small and all of one kind: the common case.
 
     Args:
@@ -144,7 +144,7 @@ def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None
     if (first.requires_grad or tensors[-1].requires_grad) and torch.is_grad_enabled():
         # Only then, as the context costs a hundredth of a gather.
         with torch.no_grad():
-            return stack_if_alike(tensors, copies)
+            return stack_if_uniform(tensors, copies)
     kind = _kind(len(tensors), first.shape, first.dtype, first.device, copies)
     buffers = kind.buffers()
     try:

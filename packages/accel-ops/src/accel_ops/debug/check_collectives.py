@@ -1,10 +1,10 @@
 """Debug mode: before a collective the processes compare what each of them is about to do.
 
-Each process writes its operation, the shapes and dtypes of its tensors and its place in the user's code into
-the process group's key-value store, and reads what the others wrote. No collective is needed for that, so a
-disagreement cannot become a deadlock: every process raises `DistributedOperationException`, with the account
-of each. A process that has left (by an exception, at the end of its script, or by destroying the process
-group) leaves a note, so that the others do not wait for it.
+Each process writes its operation, the shapes and dtypes of its tensors and its line in the user's code to the
+process group's key-value store, and reads those of the other ranks. That needs no collective, so a mismatch
+cannot become a deadlock: every process raises `DistributedOperationException`, with the operation of each
+rank. A process that has left (by an exception, at the end of its script, or by destroying the process group)
+records that in the store, so that the others do not wait for it.
 
 Without debug mode none of this runs.
 """
@@ -32,7 +32,7 @@ _SHOWN = 6  # lines of tensors that an error shows for each process
 
 @dataclasses.dataclass(frozen=True)
 class _Account:
-    """The operation that one process is about to begin, in plain values."""
+    """The operation that one process is about to start, as plain values."""
 
     operation: str
     detail: str
@@ -50,16 +50,16 @@ def check(
     shapes: bool = True,
     one_place: bool = True,
 ) -> None:
-    """Compare with the other processes what is about to be done, and raise if they disagree.
+    """Compare the next operation with those of the other processes, and raise if they disagree.
 
     Every process must call this (it waits for the others). Nothing happens with one process.
 
     Args:
         operation: Name of the collective.
-        data: The tree that it moves; its structure and dtypes must agree.
+        data: The tree that it communicates; its structure and dtypes must agree.
         process: The facts of this process.
         detail: Arguments that must agree, as text.
-        shapes: Whether the shapes must agree too, not only the numbers of dimensions.
+        shapes: Whether the shapes must agree too, not just the numbers of dimensions.
         one_place: Whether all processes must come from the same line of code. An operation to which processes
             contribute differently (a broadcast) is often called in two branches; one warning is given then.
 
@@ -69,13 +69,13 @@ def check(
     """
     if process.world_size == 1:
         return
-    # The user's line: that of this package would be the same for all operations.
+    # The user's line, not one of this package.
     frame = user_frame()
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     site = place.replace("\\", "/").rpartition("/")[2]
     account = _Account(operation, detail, list(_describe(data, shapes)), place, site)
     session = current_session(process)
-    # As text: what all have written alike is not even parsed.
+    # As text: equal texts are not even parsed.
     written = json.dumps(dataclasses.asdict(account))
     texts = session.exchange(written, f"{operation} at {place}")
     if any(text != written for text in texts):
@@ -84,7 +84,8 @@ def check(
 
 
 def _begin(process: ProcessInfo) -> None:
-    # Not only at the first operation: a process that never comes to one can say where it is, or that it left.
+    # Not only at the first operation: a process that never reaches one can report where it is, or that it
+    # left.
     current_session(process).begin()
 
 
@@ -113,9 +114,11 @@ def _compare(session: Session, accounts: list[_Account], one_place: bool) -> Non
         f"{', '.join(differing)}.\n{_accounts_text(accounts)}\n"
     )
     if differing != ["line of code"] or one_place:
-        session.fail(f"{text}Every process must call the same operations, on tensors alike, in one order.")
+        session.fail(
+            f"{text}Every process must call the same operations, on equal tensors, in the same order."
+        )
     if session.first_time(f"places of {accounts[0].operation}"):
-        warn(f"{text}This works as long as it is meant so.", RuntimeWarning)
+        warn(f"{text}This is fine if it is intended.", RuntimeWarning)
 
 
 def _accounts_text(accounts: list[_Account]) -> str:
@@ -124,9 +127,9 @@ def _accounts_text(accounts: list[_Account]) -> str:
     for rank, account in enumerate(accounts):
         arguments = f"({account.detail})" if account.detail else ""
         lines.append(f"  process {rank}: {account.operation}{arguments} at {account.place}")
-        # Only what is not on all processes: a batch may have hundreds of tensors alike.
+        # Only the differences: a batch may have hundreds of equal tensors.
         special = [f"{path}: {text}" for path, text in account.leaves if (path, text) not in common]
-        if not special and len(account.leaves) <= 1:  # nothing differs; say what a single tensor is like
+        if not special and len(account.leaves) <= 1:  # nothing differs; show a single tensor
             special = [f"{path}: {text}" for path, text in account.leaves]
         lines += [f"    {line}" for line in special[:_SHOWN]]
         if len(special) > _SHOWN:
@@ -141,9 +144,9 @@ def _common(rows: list[list[tuple[str, str]]]) -> set[tuple[str, str]]:
     common = set.intersection(*map(set, rows))
     if any(set(row) > common for row in rows):
         return common
-    # The same lines everywhere; if in another order, alike are those before the first that differs.
-    alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=True))
-    return {column[0] for column in alike}
+    # The same lines everywhere, in another order: common are those before the first difference.
+    equal = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=True))
+    return {column[0] for column in equal}
 
 
 def _describe(data: Any, shapes: bool, path: str = "data") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Short digests of tensors, computed where they are."""
+"""Short digests of tensors, computed on their device."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _ROWS_AT_ONCE = 64  # elsewhere than on the CPU, where starting an operation cos
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a dense tensor's elements as integers, in one dimension; complex numbers are two each."""
     plain = tensor.detach()
-    parts = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
-    return parts.contiguous().view(_INTEGERS[parts.element_size()]).flatten()
+    reals = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+    return reals.contiguous().view(_INTEGERS[reals.element_size()]).flatten()
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """An integer that is another one where a bit or the order of a tensor's elements is another.
+    """An integer hash of a tensor's bits and of the order of its elements.
 
-    It is the same on all devices, and NaN has one like any other number.
+    It is the same on all devices; NaNs are hashed like any other value.
 
     Args:
-        tensor: A dense tensor of any dtype; its shape and dtype do not count.
+        tensor: A dense tensor of any dtype; its shape and dtype are ignored.
 
     Returns:
-        An int64 tensor without dimensions, on the device of the tensor, which is not waited for.
+        An int64 tensor without dimensions, on the device of the tensor, without synchronization.
     """
     numbers = as_integers(tensor)
-    # Odd factors, so that no bit is lost; int64 wraps around alike on every device.
+    # Odd factors, so that no bit is lost; int64 wraps around in the same way on every device.
     places = torch.arange(1, min(_ROW, numbers.numel()) + 1, device=numbers.device) * FACTOR | 1
     while numbers.numel() > _ROW:
         numbers = _sums_of_rows(numbers, places)
@@ -39,15 +39,15 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_rows(numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    whole = numbers.numel() // _ROW
-    rows = numbers[: whole * _ROW].view(whole, _ROW)
+    num_rows = numbers.numel() // _ROW
+    rows = numbers[: num_rows * _ROW].view(num_rows, _ROW)
     at_once = 1 if numbers.device.type == "cpu" else _ROWS_AT_ONCE
-    sums = [_sum(rows[start : start + at_once], places) for start in range(0, whole, at_once)]
-    return torch.cat([*sums, _sum(numbers[whole * _ROW :], places).view(1)])
+    sums = [_sum(rows[start : start + at_once], places) for start in range(0, num_rows, at_once)]
+    return torch.cat([*sums, _sum(numbers[num_rows * _ROW :], places).view(1)])
 
 
 def _sum(numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension of what mixes the bits of each element with its place."""
+    """Sum over the last dimension of each element's bits mixed with its position."""
     mixed = numbers.long() * places[: numbers.shape[-1]]
-    # Shifted onto itself: a sum of products would not see that the highest bits of two elements change.
+    # XOR with a shift: a sum of products would miss a change of the highest bits of two elements.
     return (mixed ^ (mixed >> 29)).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""Noticing that another process of this machine has ended, however it did.
+"""Detecting that another process of this machine has ended, in whatever way.
 
-Each process holds a lock on a file of its own, which the system releases when the process ends. A thread that
-answers could not say as much: it may wait for a process that is busy outside Python.
+Each process locks its own file, and the system releases the lock when the process ends. A missing answer of a
+thread is not enough: its process may be busy outside Python.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import tempfile
 
 try:
     import fcntl
-except ImportError:  # on Windows nothing is noticed
+except ImportError:  # on Windows nothing is detected
     fcntl = None  # type: ignore[assignment]
 
 
 class LifeLock:
-    """A lock that this process holds until it ends; a process that it forks does not hold it.
+    """A file lock of this process, released when it ends; a fork does not inherit it.
 
     Attributes:
         name: What `has_ended` takes: this machine and the file.
@@ -31,7 +31,7 @@ class LifeLock:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Remove the file: from now on nobody can tell whether the process has ended."""
+        """Remove the file: from now on has_ended returns False."""
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         os.close(self._descriptor)
@@ -41,8 +41,8 @@ def has_ended(name: str) -> bool:
     """Return whether the process that made a lock has ended; if so, the lock's file is removed.
 
     Args:
-        name: That of another process's lock. Of a process on another machine nothing is known: a file system
-            that machines share may keep locks on each machine alone.
+        name: The name of another process's lock. For a process on another machine the result is False: on a
+            shared file system locks may be local to each machine.
     """
     machine, _, path = name.partition(":")
     if fcntl is None or machine != socket.gethostname():

@@ -1,4 +1,4 @@
-"""Saying where a process is: a thread that answers, while the process itself is busy elsewhere."""
+"""A thread that reports where its process is, while the process itself is busy."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from accel_ops.debug.stack import whereabouts
+from accel_ops.debug.stack import describe_location
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _EVERY_S = 0.1
 _JOIN_S = 1.0  # it may hang in a store that does not answer
-# Nobody asks before having waited longer than this, so until then the store is left in peace.
+# Other ranks ask only after waiting longer than this, so until then the store is not polled.
 _QUIET_S = 3.0
 
 
 class Monitor:
-    """A daemon thread that answers other processes' questions, and notices the end of the process group.
+    """A daemon thread that answers other processes' requests, and detects the end of the process group.
 
     Args:
-        store: Where questions and answers are written.
+        store: The store for requests and answers.
         rank: Rank of this process.
-        is_over: Called again and again; returns whether the thread is needed no longer.
+        is_over: Polled; returns whether the thread is no longer needed.
     """
 
     def __init__(self, store: Store, rank: int, is_over: Callable[[], bool]) -> None:
@@ -39,8 +39,8 @@ class Monitor:
         self._since = 0.0
 
     def watch(self) -> None:
-        """Note that the calling thread has just come to an operation; the first call starts the thread."""
-        # The thread that communicates, which need not be the main one.
+        """Record that the calling thread has reached an operation; the first call starts the thread."""
+        # The communicating thread, which need not be the main one.
         self._watched = threading.get_ident()
         self._since = time.monotonic()
         if self._thread is None:
@@ -65,13 +65,12 @@ class Monitor:
     def _answer(self) -> bool:
         try:
             if self._store.check([f"ask/{self._rank}"]):
-                asked = int(self._store.get(f"ask/{self._rank}"))
-                # Questions are numbered: an answer to an earlier one says where
-                # the process was, not where it is.
-                if asked > self._answered:
-                    self._answered = asked
-                    text = f"is at {whereabouts(self._watched)}"
-                    self._store.set(f"where/{self._rank}", json.dumps([asked, text]))
-        except (RuntimeError, OSError):  # the store is gone, and with it those who might ask
+                request = int(self._store.get(f"ask/{self._rank}"))
+                # Requests are numbered: an old answer shows where the process was, not where it is.
+                if request > self._answered:
+                    self._answered = request
+                    text = f"is at {describe_location(self._watched)}"
+                    self._store.set(f"where/{self._rank}", json.dumps([request, text]))
+        except (RuntimeError, OSError):  # the store is gone
             return False
         return True

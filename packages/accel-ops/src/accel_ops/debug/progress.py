@@ -1,4 +1,4 @@
-"""How far this process has come: the operations of its process groups, and where its thread is."""
+"""The progress of this process: the operations of its process groups, and where its thread is."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch.distributed as dist
 
 from accel_ops.debug.stack import find_site
 
-_LONGEST = 160  # characters of an error's text: those of gloo are long, and all processes show it
+_LONGEST = 160  # characters of an error's text: gloo's are long, and all processes show it
 
 
 @dataclass(frozen=True)
 class Status:
-    """How far one process has come.
+    """The progress of one process.
 
     Attributes:
-        operations: How many operations it has begun in each process group, by the group's name.
-        group: The group in which it began the last one.
+        operations: How many operations it has started in each process group, by the group's name.
+        group: The group of the last one.
         place: The user's line where it is, as "file:line in function".
-        operation: The collective that it is in, if it is in one.
+        operation: The collective that it is in, if any.
         waits: Whether it is in a function that waits for other processes.
-        waited_s: For how long it has not moved, in seconds.
-        left: Why it takes part no longer, as the end of a sentence; empty while it does.
+        waited_s: How long it has not moved, in seconds.
+        left: Why it has left, as the end of a sentence; empty if it has not.
     """
 
     operations: dict[str, int]
@@ -49,41 +49,41 @@ class Status:
 
 @dataclass
 class Sampler:
-    """Looks at one thread of this process from another one.
+    """Samples one thread of this process from another thread.
 
-    Nothing is done at the operations themselves: process groups count them anyway.
+    Nothing is added to the operations themselves: process groups count them anyway.
 
     Args:
         thread_id: The `threading.get_ident()` of the thread that trains.
     """
 
     thread_id: int
-    _mark: Any = None
+    _last_state: Any = None
     _since: float = 0.0
     _group: str = ""
     _operations: dict[str, int] = field(default_factory=dict)
 
     def take(self) -> Status:
-        """Return where the thread is, and for how long it has been there."""
+        """Return where the thread is, and how long it has been there."""
         site = find_site(self.thread_id)
         operations = {name: count for name, (count, _) in _groups().items()}
         for name, count in operations.items():
             if count != self._operations.get(name, 0):
                 self._group = name
-        now, mark = time.monotonic(), (site.instruction, operations)
-        if mark != self._mark:
-            self._mark, self._since = mark, now
+        now, state = time.monotonic(), (site.instruction, operations)
+        if state != self._last_state:
+            self._last_state, self._since = state, now
         self._operations = operations
         return Status(operations, self._group, site.place, site.operation, site.waits, now - self._since)
 
     def last(self, left: str, place: str = "") -> Status:
-        """Return what was seen last of a process that leaves.
+        """Return the last status of a process that leaves.
 
         Args:
             left: Why, as the end of a sentence.
             place: The user's line where it failed, if it did.
         """
-        # Its process groups may be gone by now.
+        # Its process groups may be gone.
         seen = self._operations
         return Status({**seen, **self.take().operations}, self._group, place, left=left[:_LONGEST])
 
@@ -94,18 +94,18 @@ def group_ranks() -> dict[str, list[int]]:
 
 
 def _groups() -> dict[str, tuple[int, list[int]]]:
-    """Return the operations begun, and the ranks, of each process group with several members."""
-    found = {}
+    """Return the number of operations, and the ranks, of each process group with several members."""
+    counts_by_group = {}
     world: Any = dist.distributed_c10d._world  # torch has no public list of groups
     for group in list(world.pg_map):
         ranks = sorted(world.pg_group_ranks.get(group, ()))
         if len(ranks) > 1:
-            found[str(group.group_name)] = (_count(group), ranks)
-    return found
+            counts_by_group[str(group.group_name)] = (_count(group), ranks)
+    return counts_by_group
 
 
 def _count(group: Any) -> int:
-    # A group may have one backend for each type of device, and one of them for several types.
+    # A group may have one backend per device type, or one for several types.
     counts = {}
     for device in group._device_types:
         # A backend may not count (MPI), and a group may be about to end.

@@ -18,17 +18,17 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 _INSTALLED = ("site-packages", "dist-packages")
-# In the code of these files a thread waits for other processes: two of torch, two of accel that meet through
-# the store, and one that waits for collectives.
+# In the code of these files a thread waits for other processes: two of torch, two of accel that use the
+# store, and one that waits for collectives.
 _WAITING = {
     str(dist.distributed_c10d.__file__),
-    # Its path alone: every program would import it with accel, and few call it.
+    # Only its path: importing it would cost every program, and few call it.
     str(Path(dist.__file__).with_name("_functional_collectives.py")),
     str(Path(__file__).with_name("store.py")),
     str(Path(__file__).parents[1] / "collectives/store_barrier.py"),
     str(Path(__file__).parents[1] / "collectives/waits.py"),
 }
-# Decorators of torch and functools, which stand between a call and the function that was called.
+# Functions between a call and the operation that was called: decorators, and those of debug mode.
 _DECORATORS = {"wrapper", "inner", "decorate_context", "check", "exchange"}
 _BACKWARD = "_engine_run_backward"
 
@@ -39,10 +39,10 @@ class Site:
 
     Attributes:
         place: The user's line, as "file:line in function".
-        operation: What the user's line has called, and the collective in it: "wait_for_everyone (barrier)";
-            empty in code that calls no other process.
+        operation: The function that the user's line called, and the collective in it: "wait_for_everyone
+            (barrier)"; empty in code without communication.
         waits: Whether it is inside a function that waits for other processes.
-        instruction: Says, compared with an earlier one, whether the thread has moved.
+        instruction: Compared with a previous one, shows whether the thread has moved.
     """
 
     place: str
@@ -66,13 +66,13 @@ def find_site(thread_id: int) -> Site:
     while outer is not None:
         stack.append(outer)
         outer = outer.f_back
-    # A script may be installed, and then is of no library that the user calls.
+    # An installed script is user code, not a library.
     line = next((n for n, f in enumerate(stack) if not _is_library(f)), None)
     if line is None:
         line = next(
             (n for n, f in enumerate(stack) if not _is_standard(f) and not is_framework_frame(f)), None
         )
-    if line is None:  # the interpreter alone, which ends
+    if line is None:  # only the interpreter, which is shutting down
         return Site(_ended(), "", False, (id(frame), frame.f_lasti))
     operation, waits = _operation(stack[:line])
     return Site(_place(stack[line]), operation, waits, (id(frame), frame.f_lasti))
@@ -83,13 +83,13 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _is_standard(frame: FrameType) -> bool:
-    """Return whether a frame is of Python's own library, in whose folder other packages are installed."""
+    """Return whether a frame is of the standard library, below whose folder other packages are installed."""
     name = frame.f_code.co_filename
     return name.startswith(_LIBRARIES) and not any(folder in name for folder in _INSTALLED)
 
 
 def _operation(stack: list[FrameType]) -> tuple[str, bool]:
-    """Name what the frames between the user's line and the innermost one do, and whether they wait."""
+    """Name the operation of the frames below the user's line, and whether it waits."""
     collective, waits = "", False
     for frame in stack:  # from the innermost to the outermost
         code = frame.f_code
@@ -109,8 +109,8 @@ def _is_name(name: str) -> bool:
     return not name.startswith(("_", "<")) and name not in _DECORATORS
 
 
-def whereabouts(thread_id: int) -> str:
-    """Say where a thread is now.
+def describe_location(thread_id: int) -> str:
+    """Describe where a thread is now.
 
     Args:
         thread_id: Its `threading.get_ident()`.
@@ -133,17 +133,16 @@ def _place(frame: FrameType) -> str:
 
 
 def _ended() -> str:
-    # Non-daemon threads may keep a process whose main thread has failed.
+    # Non-daemon threads may keep a process alive whose main thread has failed.
     return f"the end of its script, because {why_exiting()}"
 
 
 def why_exiting() -> str:
     """Return the exception that ends the script, or that it ended, as the end of a sentence."""
-    # The last value is an exception that nothing caught; a worker of multiprocessing ends while it handles
-    # one.
+    # last_value is the uncaught exception; a worker of multiprocessing ends while it handles one.
     error: Any = getattr(sys, "last_value", None) or sys.exc_info()[1]
     if isinstance(error, SystemExit):
-        error = error.__context__  # torch's launchers exit so in answer to the function's exception
+        error = error.__context__  # torch's launchers exit like this after the function's exception
     if not error:
         return "its script ended"
     return f"of {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,8 +1,8 @@
-"""The meeting of processes over the process group's store, on which debug mode stands.
+"""Exchange of texts between processes through the process group's store: the basis of debug mode.
 
 A `Session` belongs to one process group. For each operation every process writes one text under the
 operation's number and waits until all have written theirs. It polls, and never blocks in the store, so that
-it can see meanwhile who has left, and ask where the missing ones are. Keys are deleted one operation later.
+it can see which ranks have left, and ask where the missing ones are. Keys are deleted one operation later.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 WARN_AFTER_S = 5.0
-"""After so long a wait for others (seconds) there is one warning that says where they are."""
+"""After waiting this long for other ranks (seconds), one warning shows where they are."""
 
 ANSWER_S = 2.0
-"""How long to wait (seconds) for another process to say where it is."""
+"""How long to wait (seconds) for another process to report where it is."""
 
 LINGER_S = 2.0
-"""How long process 0, which may host the store, stays (seconds) for others to read why it leaves."""
+"""How long process 0, which may host the store, stays (seconds) so that others can read why it leaves."""
 
 _DESTROYED = "its process group was destroyed"
 _ENDED = "ended without an exception: by os._exit or a signal, such as that of the system's memory killer"
-_LOOK_EVERY_S = 0.05
-_LOOK_FOR_LIFE_EVERY_S = 1.0
-_PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
+_CHECK_LEFT_EVERY_S = 0.05
+_CHECK_ALIVE_EVERY_S = 1.0
+_PAUSES_S = (0.0002, 0.02)  # between two polls: at first, at most
 
 
 class DistributedOperationException(Exception):
-    """Processes do not do the same: collectives do not fit together, or one does not come; or their models or
-    random generators are out of step.
+    """The processes disagree: collectives do not match, or a rank does not come; or their models or random
+    generators differ.
     """
 
 
 class Session:
-    """This process's part in the meetings of one process group.
+    """This process's end of the exchanges of one process group.
 
     Args:
         base: The process group's store.
@@ -63,30 +63,30 @@ class Session:
         self.world = process.world_size
         self.count = 0
         self.last = ""
-        self._gone = False
+        self._has_left = False
         self._old: list[str] = []
-        self._noted: set[str] = set()
+        self._seen: set[str] = set()
         self._life: LifeLock | None = None
-        # A prefix, so that keys do not meet those of torch in the same store.
+        # A prefix, so that keys do not collide with torch's in the same store.
         self.store = prefixed("accel/check_collectives", base)
-        self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
+        self._monitor = Monitor(self.store, self.rank, self._detect_destroyed_group)
 
     def begin(self) -> None:
-        """Be ready to say where this process is, also before its first meeting."""
-        self._show_life()
+        """Be ready to report where this process is, even before its first exchange."""
+        self._publish_life_lock()
         self._monitor.watch()
 
     def end(self) -> None:
-        """Release what the session holds, when the process or its group ends."""
+        """Release the session's resources, when the process or its group ends."""
         if self._life is not None:
             self._life.release()
             self._life = None
 
     def exchange(self, text: str, label: str) -> list[str]:
-        """Write this process's text for the next operation, and wait for those of the others.
+        """Write this process's text for the next operation, and wait for those of the other ranks.
 
         Args:
-            text: What the others are to read.
+            text: The text for the other ranks.
             label: Operation and place, for messages.
 
         Returns:
@@ -99,13 +99,13 @@ class Session:
         self.last = f"operation {self.count} ({label})"
         self._monitor.watch()
         try:
-            if self._gone:
-                self._gone = False
+            if self._has_left:
+                self._has_left = False
                 self.store.delete_key(f"left/{self.rank}")
-            self._show_life()
+            self._publish_life_lock()
             self.store.set(self._key(self.rank), text)
             self._wait_for_all()
-            # Nobody deletes these before the next operation, at which all have read them.
+            # These are deleted at the next operation, when all ranks have read them.
             texts = [self.store.get(self._key(rank)).decode() for rank in range(self.world)]
             self._clean_up()
         except (RuntimeError, OSError) as error:
@@ -117,7 +117,7 @@ class Session:
         return texts
 
     def fail(self, message: str) -> NoReturn:
-        """Raise, but let the other processes read why first, in case that this one hosts the store.
+        """Raise, but let the other processes read the reason first, in case this one hosts the store.
 
         Raises:
             DistributedOperationException: Always.
@@ -128,13 +128,13 @@ class Session:
         raise DistributedOperationException(message)
 
     def first_time(self, topic: str) -> bool:
-        """Return whether this is the first time that a topic comes up in this session."""
-        new = topic not in self._noted
-        self._noted.add(topic)
+        """Return whether a topic is new in this session."""
+        new = topic not in self._seen
+        self._seen.add(topic)
         return new
 
     def leave(self, reason: str) -> None:
-        """Write for the others that this process takes part no longer; the next meeting takes it back.
+        """Tell the other ranks that this one has left; undone by its next exchange.
 
         Args:
             reason: Why, as the end of a sentence.
@@ -142,21 +142,21 @@ class Session:
         self._monitor.stop()
         self._publish_left(reason)
         with contextlib.suppress(RuntimeError, OSError):
-            self._linger(self.count + 1)  # for those who wait already
+            self._linger(self.count + 1)  # for ranks that are waiting already
 
-    def _show_life(self) -> None:
+    def _publish_life_lock(self) -> None:
         if self._life is None:
             self._life = LifeLock()
             self.store.set(f"life/{self.rank}", self._life.name)
 
     def _publish_left(self, reason: str) -> None:
-        if not self._gone:
-            self._gone = True
+        if not self._has_left:
+            self._has_left = True
             with contextlib.suppress(RuntimeError, OSError):
                 when = f"after {self.last}" if self.last else "before any operation"
                 self.store.set(f"left/{self.rank}", f"left {when}, because {reason}")
 
-    def _notice_the_end(self) -> bool:
+    def _detect_destroyed_group(self) -> bool:
         if default_store() is self.base:
             return False
         self._publish_left(_DESTROYED)
@@ -172,30 +172,30 @@ class Session:
     def _wait_for_all(self) -> None:
         wanted = [self._key(rank) for rank in range(self.world)]
         start = time.monotonic()
-        look_at, warn_at = start + _LOOK_EVERY_S, start + WARN_AFTER_S
-        look_for_life_at = start + _LOOK_FOR_LIFE_EVERY_S
+        check_left_at, warn_at = start + _CHECK_LEFT_EVERY_S, start + WARN_AFTER_S
+        check_alive_at = start + _CHECK_ALIVE_EVERY_S
         give_up_at = start + _timeout_s(self.base)
         pause = _PAUSES_S[0]
         while not self.store.check(wanted):
             now = time.monotonic()
-            if now > look_for_life_at:
-                self._note_ended()
-                look_for_life_at = now + _LOOK_FOR_LIFE_EVERY_S
-            if now > look_at:
+            if now > check_alive_at:
+                self._record_ended()
+                check_alive_at = now + _CHECK_ALIVE_EVERY_S
+            if now > check_left_at:
                 self._raise_if_left()
-                look_at = now + _LOOK_EVERY_S
+                check_left_at = now + _CHECK_LEFT_EVERY_S
             if now > warn_at:
-                # One warning for each wait.
+                # One warning per wait.
                 warn_at = float("inf")
                 self._warn(now - start)
             if now > give_up_at:
                 self._give_up(now - start)
             time.sleep(pause)
-            # Short at first, as the others are usually about to come, and longer with time.
+            # Short at first, as the others usually arrive soon, then longer.
             pause = min(pause * 1.5, _PAUSES_S[1])
 
-    def _note_ended(self) -> None:
-        """Write for all that a process has left which could not do so itself."""
+    def _record_ended(self) -> None:
+        """Record for all ranks that a process has ended which could not do so itself."""
         for rank in self._missing():
             key = f"life/{rank}"
             if self.store.check([key]) and has_ended(self.store.get(key).decode()):
@@ -204,7 +204,7 @@ class Session:
     def _raise_if_left(self) -> None:
         missing = self._missing()
         left = [rank for rank in missing if self.store.check([f"left/{rank}"])]
-        # It may have written its text and left between the two questions.
+        # It may have written its text and left between the two checks.
         left = [rank for rank in left if not self.store.check([self._key(rank)])]
         if left:
             notes = [f"  process {rank} {self.store.get(f'left/{rank}').decode()}" for rank in left]
@@ -240,7 +240,7 @@ class Session:
         return "\n".join(f"  process {rank} {answers.get(rank, silent)}" for rank in missing)
 
     def _clean_up(self) -> None:
-        # All have come here, so all have read what was written for the operation before.
+        # All ranks are here, so all have read the texts of the previous operation.
         for key in self._old:
             self.store.delete_key(key)
         self._old = [self._key(self.rank)]
@@ -251,13 +251,13 @@ class Session:
         self._old.append(key)
 
     def _linger(self, count: int) -> None:
-        """Let process 0, which may host the store, stay until those who wait for an operation know why."""
+        """Make process 0, which may host the store, stay until the waiting ranks know the reason."""
         until = time.monotonic() + (LINGER_S if self.rank == 0 else 0)
         while time.monotonic() < until:
             missing = self._missing(count)
-            present = [rank for rank in range(1, self.world) if rank not in missing]
-            # Who has written its text for this operation is still reading why it failed.
-            if all(self.store.check([f"read/{self._key(rank, count)}"]) for rank in present):
+            arrived = [rank for rank in range(1, self.world) if rank not in missing]
+            # A rank that has written its text for this operation is still reading why it failed.
+            if all(self.store.check([f"read/{self._key(rank, count)}"]) for rank in arrived):
                 return
             time.sleep(_PAUSES_S[1])
 
@@ -267,7 +267,7 @@ _lock = threading.RLock()
 
 
 def current_session(process: ProcessInfo) -> Session:
-    """Return the session of the present process group, and begin one if there is none.
+    """Return the session of the current process group; one is started if there is none.
 
     Args:
         process: The facts of this process.
@@ -283,16 +283,16 @@ def current_session(process: ProcessInfo) -> Session:
             "made."
         )
     with _lock:
-        if _session is None or _session.base is not store:  # the old one's thread sees that it is over
+        if _session is None or _session.base is not store:  # the old one's thread notices that
             if _session is not None:
                 _session.end()
             _session = Session(store, process)
-            call_at_the_end(_exit)
+            call_at_exit(_exit)
         return _session
 
 
-def call_at_the_end(function: Callable[[], None]) -> None:
-    """Have a function called when this process ends, before what was registered earlier.
+def call_at_exit(function: Callable[[], None]) -> None:
+    """Register a function to run when this process ends, before functions registered previously.
 
     Args:
         function: The function.
@@ -300,15 +300,15 @@ def call_at_the_end(function: Callable[[], None]) -> None:
     atexit.unregister(function)
     atexit.register(function)
     if multiprocessing.parent_process() is not None:
-        # What multiprocessing forks (so do torch's and the notebook launcher) ends without atexit.
+        # Processes that multiprocessing forks (as torch and the notebook launcher do) end without atexit.
         multiprocessing.util.Finalize(None, function, exitpriority=0)
 
 
 def leave(reason: str | None = None) -> None:
-    """Write for the other processes that this one takes part in no more collectives.
+    """Tell the other ranks that this one participates in no more collectives.
 
-    It happens by itself when the process ends; call it where a process stops early but lives on. Nothing
-    happens outside debug mode. A later collective takes it back.
+    This happens automatically when the process ends; call it where a process stops early but lives on. A
+    no-op outside debug mode. A later collective undoes it.
 
     Args:
         reason: Why, as the end of a sentence; by default the exception that ended the script, or its end.
@@ -349,16 +349,16 @@ def default_store() -> Store | None:
 
 
 def _timeout_s(store: Any) -> float:
-    # The process group hands its own timeout to the store, unless the user gave a store.
+    # The process group passes its timeout to the store, unless the user created the store.
     return float(store.timeout.total_seconds())
 
 
 def prefixed(prefix: str, store: Store) -> Store:
-    """Return a store whose keys have a prefix, so that they do not meet those of others.
+    """Return a store whose keys have a prefix, so that they do not collide with others.
 
     Args:
         prefix: The prefix.
-        store: The store that holds them.
+        store: The underlying store.
     """
     prefixed: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     return prefixed

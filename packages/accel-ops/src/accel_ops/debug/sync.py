@@ -1,7 +1,6 @@
-"""Comparing models and random generators between processes: what differs first, and by how much.
+"""Comparing models and random generators between processes: the first difference, and how large it is.
 
-All that is compared is one digest per process, which one collective gathers. Only where they differ do the
-processes exchange more.
+One collective gathers one digest per process. Only if they differ do the processes exchange more.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ from accel_state.process.state import current_process
 
 _BEGIN = "Processes are out of step:"
 _RNG_HINT = (
-    "Seed it alike on all processes (set_seed), draw from it on all or on none, or leave the generators out "
-    "with rng=False where processes are to draw different numbers (set_seed with device_specific=True)."
+    "Seed it in the same way on all processes (set_seed), draw from it on all or on none, or leave the "
+    "generators out with rng=False if processes should draw different numbers (set_seed with "
+    "device_specific=True)."
 )
 _HINT = (
-    "Processes train weights of their own from here on. Something changed it on some processes alone: under "
+    "From here on each process trains its own weights. Something changed it on some processes only: under "
     "an `if` of the rank, by other random numbers, or by a gradient that was not averaged."
 )
 _BUFFER_HINT = (
-    "Each process has its own where nobody averages it, as with running statistics of batch norm: leave "
+    "Each process has its own unless it is averaged, as with running statistics of batch norm: leave "
     "buffers out with buffers=False. Otherwise something changed it under an `if` of the rank, or by other "
     "random numbers or data."
 )
@@ -49,16 +49,16 @@ class _Entry:
     Args:
         name: The name.
         kind: "parameter", "buffer" or "random generator".
-        form: Dtype, shape and the like, as text.
-        part: Which part of a tensor in parts it is, the same on processes that have it alike; "" for all of
-            it.
+        form: Dtype, shape and similar, as text.
+        shard: Which shard of a sharded tensor it is, equal on processes that replicate it; "" for the full
+            tensor.
         value: A digest; None if it is not compared.
     """
 
     name: str
     kind: str
     form: str
-    part: str = ""
+    shard: str = ""
     value: int | None = None
 
 
@@ -69,27 +69,27 @@ def verify_sync(
     process: ProcessInfo | None = None,
     is_shard: Callable[[torch.Tensor], bool] | None = None,
 ) -> list[str]:
-    """Make sure that models and random generators are the same on all processes, to the last bit.
+    """Check that models and random generators are identical on all processes, to the last bit.
 
-    Every process must call it. Of a DTensor the processes compare what the mesh says they have alike. With
-    one process there is nothing to do.
+    Every process must call it. Of a DTensor the processes compare what the mesh replicates. With one process
+    it is a no-op.
 
     Args:
-        *models: The models, the same on every process; as they are or wrapped for training.
+        *models: The models, the same on every process; plain or wrapped for training.
         buffers: Whether to compare buffers too, also those that are not saved. Running statistics of batch
-            norm are each process's own between the forward passes of DDP.
+            norm differ between processes between the forward passes of DDP.
         rng: Whether to compare the random generators of Python, NumPy, torch and the device.
         process: The facts of this process; the current one by default.
         is_shard: Returns whether each process has its own shard of a tensor, which is then not compared.
 
     Returns:
-        The names of what was not compared: no other process has it alike, or it has no plain bits (sparse
-        and quantized tensors, tensors without data).
+        The names of what was not compared: it is replicated on no other process, or has no plain bits
+        (sparse and quantized tensors, tensors without data).
 
     Raises:
-        TypeError: If one of the models is no module.
-        DistributedOperationException: On every process, if something differs; the message names the first in
-            the order of the models, the processes and how far they are apart.
+        TypeError: If one of the models is not a module.
+        DistributedOperationException: On every process, if something differs; the message names the first
+            difference in the order of the models, the processes and the distance.
         RuntimeError: If the process group has been destroyed.
     """
     for model in models:
@@ -101,29 +101,29 @@ def verify_sync(
     if process.debug:
         check_collectives.check("verify_sync", process=process, detail=f"buffers={buffers}, rng={rng}")
     require_group("verify_sync", process)
-    found = list(_tensors(models, buffers, is_shard or (lambda _: False)))
-    tensors = [tensor for _, tensor in found]
-    entries = _with_values([entry for entry, _ in found], tensors)
+    pairs = list(_tensors(models, buffers, is_shard or (lambda _: False)))
+    tensors = [tensor for _, tensor in pairs]
+    entries = _with_values([entry for entry, _ in pairs], tensors)
     if rng:
         entries += _generators(process)
-    if _all_alike(entries, process):
+    if _all_equal(entries, process):
         return [entry.name for entry in entries if entry.value is None]
-    # Pickled by torch: a process group is there, and debug mode has compared this call already.
+    # torch's function: debug mode has compared this call already.
     everyone: list[list[_Entry]] = [[] for _ in range(process.world_size)]
     dist.all_gather_object(everyone, entries)
-    place = _first_difference(everyone)
-    if place is None:  # parts differ, as they should
+    index = _first_difference(everyone)
+    if index is None:  # shards differ, as they should
         counts = _counts(everyone)
         return [entry.name for entry in entries if entry.value is None or counts[_key(entry)] == 1]
-    rows = [entries[place] if place < len(entries) else None for entries in everyone]
-    mine = tensors[place] if place < len(tensors) else None
-    raise DistributedOperationException(_describe(place, everyone, _distances(rows, mine, process)))
+    rows = [entries[index] if index < len(entries) else None for entries in everyone]
+    local = tensors[index] if index < len(tensors) else None
+    raise DistributedOperationException(_describe(index, everyone, _distances(rows, local, process)))
 
 
 def _tensors(
     models: Sequence[torch.nn.Module], buffers: bool, is_shard: Callable[[torch.Tensor], bool]
 ) -> Iterator[tuple[_Entry, torch.Tensor | None]]:
-    """The parameters and buffers of models, in order, each with the tensor that this process has of it."""
+    """The parameters and buffers of models, in order, each with this process's tensor."""
     for number, model in enumerate(models, start=1):
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         label = type(inner).__name__ + (f" (model {number})" if len(models) > 1 else "")
@@ -132,7 +132,7 @@ def _tensors(
             for name, item in module._parameters.items():
                 yield _tensor_entry(prefix + name, "parameter", item, is_shard)
             for name, item in module._buffers.items() if buffers else ():
-                # A buffer that is saved on one process alone is a difference, too.
+                # A buffer that is saved on one process only is a difference, too.
                 kind = "unsaved buffer" if name in unsaved_buffers(module) else "buffer"
                 yield _tensor_entry(prefix + name, kind, item, is_shard)
 
@@ -146,15 +146,15 @@ def _tensor_entry(
     if item.requires_grad:
         form += ", requires grad"
     if is_shard(item):
-        # Its shape, too, may be that of a part.
-        return _Entry(name, kind, "in parts"), None
+        # Its shape, too, may be that of a shard.
+        return _Entry(name, kind, "sharded"), None
     if item.is_meta or item.layout != torch.strided or item.is_quantized:
         return _Entry(name, kind, form), None
     # Without an import of torch.distributed.tensor, which takes most of a second.
     if hasattr(item, "device_mesh") and hasattr(item, "placements"):
-        return _Entry(name, kind, f"{form} as {item.placements}", part=_part_of(item)), _local(item)
+        return _Entry(name, kind, f"{form} as {item.placements}", shard=_shard_of(item)), _local(item)
     if type(item) not in (torch.Tensor, torch.nn.Parameter) and hasattr(item, "__tensor_flatten__"):
-        return _Entry(name, kind, form), None  # wraps others (quantized weights): no bits of its own
+        return _Entry(name, kind, form), None  # wraps others (quantized weights): no plain bits
     return _Entry(name, kind, form), item
 
 
@@ -163,28 +163,28 @@ def _local(item: Any) -> torch.Tensor:
     return local
 
 
-def _part_of(item: Any) -> str:
-    """Which part of a DTensor this process has: its place along each axis over which it is in parts."""
+def _shard_of(item: Any) -> str:
+    """Which shard of a DTensor this process has: its rank along each axis that is not replicated."""
     mesh = item.device_mesh
     coordinates = mesh.get_coordinate()
     if coordinates is None:  # this process is not in the mesh
         return "outside"
-    # Partial sums count as parts too: each process has numbers of its own.
-    parts = zip(coordinates, item.placements, strict=True)
-    return ", ".join(f"{placement} {place}" for place, placement in parts if not placement.is_replicate())
+    # Partial sums count as shards too: each process has different numbers.
+    shards = zip(coordinates, item.placements, strict=True)
+    return ", ".join(f"{placement} {index}" for index, placement in shards if not placement.is_replicate())
 
 
 def _with_values(entries: list[_Entry], tensors: Sequence[torch.Tensor | None]) -> list[_Entry]:
     """The entries with the digests of their tensors."""
-    # A tied tensor is in several places, and its digest is taken once.
+    # The digest of a tied tensor is computed once.
     waiting = {id(item): (item.device, digest(item)) for item in tensors if item is not None}
     values: dict[int, int] = {}
-    # One copy from each device, instead of one for each tensor.
+    # One copy from each device, instead of one per tensor.
     for device in {device for device, _ in waiting.values()}:
-        here = {key: value for key, (place, value) in waiting.items() if place == device}
+        here = {key: value for key, (on, value) in waiting.items() if on == device}
         values |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
     return [
-        _Entry(entry.name, entry.kind, entry.form, entry.part, None if item is None else values[id(item)])
+        _Entry(entry.name, entry.kind, entry.form, entry.shard, None if item is None else values[id(item)])
         for entry, item in zip(entries, tensors, strict=True)
     ]
 
@@ -212,17 +212,17 @@ def _hash(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _all_alike(entries: Sequence[_Entry], process: ProcessInfo) -> bool:
-    """Whether the digests of all entries are the same everywhere; one collective."""
-    whole = _hash(repr(entries).encode())
-    mine = torch.tensor([*whole], dtype=torch.uint8, device=process.device)
-    everyone = [torch.empty_like(mine) for _ in range(process.world_size)]
-    dist.all_gather(everyone, mine)
-    return bool((torch.stack(everyone) == mine).all())
+def _all_equal(entries: Sequence[_Entry], process: ProcessInfo) -> bool:
+    """Whether the digests of all entries are equal on all processes; one collective."""
+    combined = _hash(repr(entries).encode())
+    local = torch.tensor([*combined], dtype=torch.uint8, device=process.device)
+    everyone = [torch.empty_like(local) for _ in range(process.world_size)]
+    dist.all_gather(everyone, local)
+    return bool((torch.stack(everyone) == local).all())
 
 
 def _key(entry: _Entry) -> tuple[str, str, str]:
-    return entry.name, entry.kind, entry.part
+    return entry.name, entry.kind, entry.shard
 
 
 def _counts(everyone: Sequence[Sequence[_Entry]]) -> dict[tuple[str, str, str], int]:
@@ -234,53 +234,53 @@ def _counts(everyone: Sequence[Sequence[_Entry]]) -> dict[tuple[str, str, str], 
 
 
 def _first_difference(everyone: Sequence[Sequence[_Entry]]) -> int | None:
-    """The first place at which processes that should have the same have not."""
-    for place in range(max(map(len, everyone))):
-        if any(place >= len(entries) for entries in everyone):
-            return place
-        rows = [entries[place] for entries in everyone]
+    """The index of the first entry that should be equal and is not."""
+    for index in range(max(map(len, everyone))):
+        if any(index >= len(entries) for entries in everyone):
+            return index
+        rows = [entries[index] for entries in everyone]
         if any((row.name, row.kind, row.form) != (rows[0].name, rows[0].kind, rows[0].form) for row in rows):
-            return place
+            return index
         values: dict[str, int | None] = {}
-        if any(values.setdefault(row.part, row.value) != row.value for row in rows):
-            return place
+        if any(values.setdefault(row.shard, row.value) != row.value for row in rows):
+            return index
     return None
 
 
 def _distances(
-    rows: Sequence[_Entry | None], mine: torch.Tensor | None, process: ProcessInfo
+    rows: Sequence[_Entry | None], local: torch.Tensor | None, process: ProcessInfo
 ) -> list[float | None]:
-    """How far the values of each process are from those of the first that has the same part; a collective.
+    """The distance of each process's values from those of the first with the same shard; a collective.
 
     Returns:
         By rank the largest absolute difference, NaN where only one of two is NaN; None where there are no
-        values, or they are not compared as something else differs.
+        values, or something else differs.
     """
-    present = [row for row in rows if row is not None]
-    unlike = len(present) < len(rows) or len({(row.name, row.form) for row in present}) > 1
+    existing = [row for row in rows if row is not None]
+    mismatched = len(existing) < len(rows) or len({(row.name, row.form) for row in existing}) > 1
     values: dict[str, set[int | None]] = {}
-    for row in present:
-        values.setdefault(row.part, set()).add(row.value)
-    different = [part for part, seen in values.items() if len(seen) > 1]
-    if unlike or not different or present[0].kind == "random generator":
+    for row in existing:
+        values.setdefault(row.shard, set()).add(row.value)
+    different = [shard for shard, seen in values.items() if len(seen) > 1]
+    if mismatched or not different or existing[0].kind == "random generator":
         return [None] * len(rows)
-    part = different[0]
-    source = next(rank for rank, row in enumerate(present) if row.part == part)
-    apart: float | None = None
-    if mine is not None:
-        # Bytes, as not every backend moves every dtype. Parts of other places may have other sizes.
-        plain = mine.detach().contiguous()
+    shard = different[0]
+    source = next(rank for rank, row in enumerate(existing) if row.shard == shard)
+    distance: float | None = None
+    if local is not None:
+        # Bytes, as not every backend supports every dtype. Other shards may have other sizes.
+        plain = local.detach().contiguous()
         sizes: list[Any] = [plain.numel() * plain.element_size()]
         dist.broadcast_object_list(sizes, source)
-        theirs = torch.empty(sizes[0], dtype=torch.uint8, device=process.device)
+        remote = torch.empty(sizes[0], dtype=torch.uint8, device=process.device)
         if process.rank == source:
-            theirs.copy_(plain.flatten().view(torch.uint8))
-        dist.broadcast(theirs, source)
-        if present[process.rank].part == part:
-            other = theirs.to(plain.device).view(plain.dtype).view(plain.shape)
-            apart = _distance(plain, other)
+            remote.copy_(plain.flatten().view(torch.uint8))
+        dist.broadcast(remote, source)
+        if existing[process.rank].shard == shard:
+            other = remote.to(plain.device).view(plain.dtype).view(plain.shape)
+            distance = _distance(plain, other)
     distances: list[float | None] = [None] * len(rows)
-    dist.all_gather_object(distances, apart)
+    dist.all_gather_object(distances, distance)
     return distances
 
 
@@ -288,26 +288,29 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest absolute difference; NaN is equal to itself."""
     kind = torch.complex128 if one.is_complex() else torch.float64
     first, second = one.to(kind), other.to(kind)
-    alike = (first == second) | (first.isnan() & second.isnan())  # also infinities, whose difference is NaN
-    return float((first - second).abs().masked_fill(alike, 0.0).max())
+    equal = (first == second) | (first.isnan() & second.isnan())  # also infinities, whose difference is NaN
+    return float((first - second).abs().masked_fill(equal, 0.0).max())
 
 
-def _describe(place: int, everyone: Sequence[Sequence[_Entry]], distances: Sequence[float | None]) -> str:
-    rows = [entries[place] if place < len(entries) else None for entries in everyone]
-    present = [row for row in rows if row is not None]
-    first = present[0]
-    if len(present) < len(rows) or len({(row.name, row.kind) for row in present}) > 1:
-        return _describe_names(place, rows, everyone)
-    forms = {row.form for row in present}
-    # Of a tensor in parts, those that have the part that is not alike.
-    part = next((row.part for row, apart in zip(present, distances, strict=True) if apart is not None), None)
+def _describe(index: int, everyone: Sequence[Sequence[_Entry]], distances: Sequence[float | None]) -> str:
+    rows = [entries[index] if index < len(entries) else None for entries in everyone]
+    existing = [row for row in rows if row is not None]
+    first = existing[0]
+    if len(existing) < len(rows) or len({(row.name, row.kind) for row in existing}) > 1:
+        return _describe_names(index, rows, everyone)
+    forms = {row.form for row in existing}
+    # Of a sharded tensor, the processes with the shard that differs.
+    shard = next(
+        (row.shard for row, distance in zip(existing, distances, strict=True) if distance is not None), None
+    )
     groups: dict[str, list[int]] = {}
-    for rank, (row, apart) in enumerate(zip(present, distances, strict=True)):
-        if part is not None and row.part != part:
+    for rank, (row, distance) in enumerate(zip(existing, distances, strict=True)):
+        if shard is not None and row.shard != shard:
             continue
         text = row.form if len(forms) > 1 else f"digest {(row.value or 0) % 2**64:016x}"
-        if apart:  # also NaN
-            text += f", up to {apart:.6g} away from process {[item.part for item in present].index(row.part)}"
+        if distance:  # also NaN
+            reference = [item.shard for item in existing].index(row.shard)
+            text += f", up to {distance:.6g} away from process {reference}"
         groups.setdefault(text, []).append(rank)
     lines = [f"  {_processes(ranks)}: {text}" for text, ranks in groups.items()]
     if first.kind == "random generator":
@@ -319,25 +322,29 @@ def _describe(place: int, everyone: Sequence[Sequence[_Entry]], distances: Seque
     return "\n".join([f"{_BEGIN} the {first.kind} {first.name}{form} is the first to differ.", *lines, hint])
 
 
-def _describe_names(place: int, rows: Sequence[_Entry | None], everyone: Sequence[Sequence[_Entry]]) -> str:
-    """Say which processes have something that others do not have, or have elsewhere."""
+def _describe_names(index: int, rows: Sequence[_Entry | None], everyone: Sequence[Sequence[_Entry]]) -> str:
+    """Describe which processes have an entry that others lack, or have at another position."""
     names = [{entry.name for entry in entries} for entries in everyone]
-    # First what is missing somewhere; without any, the order differs.
+    # First what is missing on some process; otherwise the order differs.
     for row in rows:
-        without = [] if row is None else [rank for rank, known in enumerate(names) if row.name not in known]
+        without = (
+            []
+            if row is None
+            else [rank for rank, present_names in enumerate(names) if row.name not in present_names]
+        )
         if row is not None and without:
             having = [rank for rank in range(len(rows)) if rank not in without]
             return (
-                f"{_BEGIN} the {row.kind} {row.name} ({row.form}) is there on {_processes(having)} and "
+                f"{_BEGIN} the {row.kind} {row.name} ({row.form}) exists on {_processes(having)} and is "
                 f"missing on {_processes(without)}. Make the same model on every process."
             )
     groups: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
         groups.setdefault("nothing" if row is None else f"the {row.kind} {row.name}", []).append(rank)
-    found = "; ".join(f"{_processes(ranks)}: {text}" for text, ranks in groups.items())
+    pairs = "; ".join(f"{_processes(ranks)}: {text}" for text, ranks in groups.items())
     return (
-        f"{_BEGIN} their models have the same in another order, first at place {place + 1} ({found}). Make "
-        "the same model on every process."
+        f"{_BEGIN} their models have the same tensors in another order, first at position {index + 1} "
+        f"({pairs}). Make the same model on every process."
     )
 
 

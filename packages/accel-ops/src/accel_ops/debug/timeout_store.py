@@ -1,4 +1,4 @@
-"""Calling a store from a thread that may hang there, while the caller goes on."""
+"""Store calls with a timeout, made from a thread that may hang."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _JOIN_S = 1.0
 
 
 class StoreTimeoutError(RuntimeError):
-    """The store does not answer in time."""
+    """The store did not answer in time."""
 
 
 class TimeoutStore:
-    """Calls a store with a time limit.
+    """Calls a store with a timeout.
 
-    A store has calls that wait for ever, where the process that hosts it is stopped.
+    Some calls of a store hang if the process that hosts it is stopped.
 
     Args:
-        store: The store. It is called over a connection of its own where it can make one: a thread that
-            waits in the store would keep others out.
+        store: The store. It is called over its own connection if it can be cloned: a thread that waits in the
+            store would block others.
     """
 
     def __init__(self, store: Store) -> None:
         try:
             self._store = store.clone()  # type: ignore[attr-defined]
-        # Before torch 2.9, and stores that others have written.
+        # Before torch 2.9, and custom stores.
         except (AttributeError, RuntimeError, NotImplementedError):
             self._store = store
         self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = (
@@ -49,13 +49,13 @@ class TimeoutStore:
 
         Args:
             function: Called in the thread of the store.
-            within_s: How long to wait for it, in seconds.
+            within_s: The timeout, in seconds.
 
         Returns:
             What the function returns.
 
         Raises:
-            StoreSilentError: If it does not return in time, or an earlier one has not returned yet.
+            StoreSilentError: If it does not return in time, or a previous call has not returned yet.
             RuntimeError: If the store is gone.
         """
         if self._last is not None and not self._last.done():
@@ -78,6 +78,6 @@ class TimeoutStore:
             function, future = item
             try:
                 future.set_result(function(self._store))
-            except Exception as error:  # whatever it is, the caller gets it
+            except Exception as error:  # raised where the call is made
                 future.set_exception(error)
             del item, function, future

@@ -1,1 +1,1 @@
-"""Nested data (dicts, lists, tuples, dataclasses) whose leaves are tensors: all that needs no process."""
+"""Nested data (dicts, lists, tuples, dataclasses) whose leaves are tensors: operations without communication."""

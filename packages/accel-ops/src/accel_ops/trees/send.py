@@ -44,7 +44,7 @@ def send_to_device(
                 break
         else:
             return tensor
-    # Integers stay: which accelerator they count is torch's to say.
+    # Integers stay: torch decides which accelerator they count.
     target = torch.device(device) if isinstance(device, str) else device
     if skip_keys is None:
         return _send(tensor, target, non_blocking, _NOTHING)
@@ -61,7 +61,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
         return node if node.device == device else node.to(device, non_blocking=non_blocking)
     elif kind in _PLAIN_LEAVES:
         return node
-    # Not where keys are to stay: its method knows nothing of them.
+    # Not with skip_keys, which its method does not know.
     elif callable(getattr(kind, "to", None)) and not _has_any(node, skip):
         return _send_by_method(node, device, non_blocking)
     inside = children(node)

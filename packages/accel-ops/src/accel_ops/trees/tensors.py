@@ -1,4 +1,4 @@
-"""Facts about, and simple changes of, trees of tensors: batch size, device, structure, slices."""
+"""Queries and simple operations on trees of tensors: batch size, device, structure, slices."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def find_batch_size(data: Any) -> int:
         TypeError: If there is no tensor, only objects of other types.
         ValueError: If there is nothing in `data`, or all its tensors are 0-dimensional.
     """
-    found = find_path(data, lambda node: isinstance(node, torch.Tensor) and node.dim() > 0)
-    if found:
-        return int(found[1].shape[0])
+    match = find_path(data, lambda node: isinstance(node, torch.Tensor) and node.dim() > 0)
+    if match:
+        return int(match[1].shape[0])
     # There are tensors, only none with a dimension: another mistake than none at all.
     if find_path(data, is_torch_tensor):
         raise ValueError("No batch size: every tensor in data is 0-dimensional. Give it a first dimension.")
@@ -87,8 +87,8 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor of a tree; None if there is no tensor."""
-    found = find_path(data, is_torch_tensor)
-    return found[1].device if found else None
+    match = find_path(data, is_torch_tensor)
+    return match[1].device if match else None
 
 
 def listify(data: Any) -> Any:
@@ -105,13 +105,13 @@ def slice_tensors(
     """Take the same slice of the first dimension of every tensor of a tree.
 
     Args:
-        data: A tree; 0-dimensional tensors and leaves that are no tensors are kept.
+        data: A tree; 0-dimensional tensors and non-tensor leaves are kept.
         tensor_slice: The slice.
         process_index: Not used here; a custom slicing function of a dispatching loader gets it.
         num_processes: Not used here; a custom slicing function of a dispatching loader gets it.
 
     Returns:
-        The tree of slices (views of the given tensors).
+        The tree of slices (views of the tensors).
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.dim() else tensor, data)
 

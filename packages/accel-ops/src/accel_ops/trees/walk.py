@@ -74,7 +74,7 @@ def keys(data: Any) -> list[Any]:
 
 
 def rebuild(data: Any, values: Sequence[Any]) -> Any:
-    """Return a copy of the container `data` that holds `values` in place of its children.
+    """Return a copy of the container `data` with `values` in place of its children.
 
     Args:
         data: A container, that is, `children(data)` is not None.
@@ -165,16 +165,16 @@ def flatten(
     Raises:
         TypeError: If `required_by` is given and a leaf is not a tensor.
     """
-    usual = plain_tensors(tree)
-    if usual is not None:
-        return usual, partial(rebuild, tree)
+    plain = plain_tensors(tree)
+    if plain is not None:
+        return plain, partial(rebuild, tree)
     leaves: list[torch.Tensor] = []
     _collect(tree, tree, leaves, required_by)
     return leaves, lambda tensors: _replace(tree, iter(tensors))
 
 
 def plain_tensors(tree: Any) -> list[torch.Tensor] | None:
-    """Return the tensors of a usual batch, for which no walk is needed.
+    """Return the tensors of a plain batch, for which no walk is needed.
 
     Args:
         tree: A tree.
@@ -210,7 +210,7 @@ def find_path(data: Any, test: Callable[[Any], bool], path: str = "data") -> tup
     Args:
         data: A tree. An object for which `test` holds is a leaf even if it is a container.
         test: Called with each leaf.
-        path: How to call the root.
+        path: The name of the root.
 
     Returns:
         The place, written as code (`data['a'][0]`), and the leaf; None if there is none.
@@ -220,9 +220,9 @@ def find_path(data: Any, test: Callable[[Any], bool], path: str = "data") -> tup
     inside = children(data)
     named = not isinstance(data, (list, tuple, Mapping))
     for key, child in zip(keys(data), inside, strict=True) if inside is not None else ():
-        found = find_path(child, test, f"{path}.{key}" if named else f"{path}[{key!r}]")
-        if found:
-            return found
+        match = find_path(child, test, f"{path}.{key}" if named else f"{path}[{key!r}]")
+        if match:
+            return match
     return None
 
 
@@ -258,7 +258,7 @@ def _rebuild_mapping(data: Mapping[Any, Any], values: Sequence[Any]) -> Any:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge one dict into another, and dicts inside of them likewise.
+    """Merge one dict into another, recursively.
 
     Args:
         source: What is merged; where both have a value, this one counts.
@@ -272,19 +272,19 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
         {'a': {'y': 2, 'x': 1}, 'b': 3}
     """
     for key, value in source.items():
-        present = destination.get(key)
+        existing = destination.get(key)
         if isinstance(value, dict):
-            value = merge_dicts(value, present if isinstance(present, dict) else {})
+            value = merge_dicts(value, existing if isinstance(existing, dict) else {})
         destination[key] = value
     return destination
 
 
 def _unsupported(operation: str, data: Any, test_type: Callable[[Any], bool]) -> str:
-    found = find_path(data, lambda node: not test_type(node) and children(node) is None)
-    place, value = found if found else ("data", data)
+    match = find_path(data, lambda node: not test_type(node) and children(node) is None)
+    path, value = match if match else ("data", data)
     return (
         f"{operation} takes nested dicts, lists, tuples, mappings and dataclasses of objects for which "
-        f"{getattr(test_type, '__name__', test_type)} holds, but {place} is {_brief(value)}. Take it out, or "
+        f"{getattr(test_type, '__name__', test_type)} holds, but {path} is {_brief(value)}. Take it out, or "
         "make it a tensor."
     )
 
