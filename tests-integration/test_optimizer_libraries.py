@@ -427,7 +427,7 @@ def test_lomo_is_refused_where_its_steps_would_be_wrong():
     accelerator, model = Accelerator(gradient_accumulation_steps=4), make_model()
     model, _ = accelerator.prepare(model, lomo(model))
     before = weights(model)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="gathers no gradients"):
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="accumulates no gradients"):
         accelerator.backward(loss_of(model, batches(1)[0]))
     assert_equal(weights(model), before)
 

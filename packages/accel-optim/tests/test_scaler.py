@@ -305,12 +305,12 @@ def test_a_forgotten_optimizer_does_not_hold_the_scale() -> None:
 
 def test_the_scaler_is_forgotten_with_its_optimizers() -> None:
     gc.collect()
-    before = len(scaling._SHARING)
+    before = len(scaling._OPTIMIZERS_OF)
     pair = Pair(True)
-    assert len(scaling._SHARING) == before + 1
+    assert len(scaling._OPTIMIZERS_OF) == before + 1
     del pair
     gc.collect()
-    assert len(scaling._SHARING) == before
+    assert len(scaling._OPTIMIZERS_OF) == before
 
 
 @pytest.mark.parametrize("bad", [False, True])

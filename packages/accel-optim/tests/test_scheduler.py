@@ -301,7 +301,7 @@ def test_moves_beyond_the_end_of_a_schedule_are_left_out(make: Make, processes: 
 
     assert scheduler.get_last_lr() == plain.get_last_lr()
     optimizer.step()
-    with pytest.warns(UserWarning, match=rf"would move it {processes} more time"):
+    with pytest.warns(UserWarning, match=rf"would advance it {processes} more time"):
         scheduler.step()
     for _ in range(3):  # told once
         optimizer.step()

@@ -1,7 +1,7 @@
-"""Communication hooks: how DistributedDataParallel sends gradients, as torch's own hooks do it.
+"""Communication hooks: how DistributedDataParallel sends gradients, with torch's hooks.
 
-What is added to torch's: bf16 hooks on backends that torch does not know to reduce bf16, options of PowerSGD
-that are checked by name, a repair of its batched form, and PowerSGD that goes on after an overflow.
+Added to torch's: bf16 hooks on backends for which torch rejects them, checked options of PowerSGD, a fix of
+its batched form, and PowerSGD that recovers after an overflow.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def register(
 
     Raises:
         TypeError: If the model is not wrapped in DistributedDataParallel.
-        ValueError: If an option is none of PowerSGDState.
+        ValueError: If an option is not one of PowerSGDState.
     """
-    # The others have no state, and so no options.
+    # The other hooks have no state, and so no options.
     compresses = hook_type in _POWER_SGD
     if options and not compresses:
         warn(
@@ -55,11 +55,11 @@ def register(
             f"A communication hook needs a model in DistributedDataParallel, got {type(model).__name__}. "
             "Prepare the model in a run with several processes first."
         )
-    # The model's, which need not be the default one.
+    # The model's group, which need not be the default one.
     group = model.process_group
     hook = _hook(hook_type)
     if compresses:
-        hook = _forgetting_overflows(hook)
+        hook = _with_overflow_reset(hook)
     state = _power_sgd_state(group, options) if compresses else group
     model.register_comm_hook(state, _accepted_by(group, _wrapped(hook, wrapper)))
 
@@ -67,9 +67,9 @@ def register(
 def _hook(hook_type: DDPCommunicationHookType) -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    # Here and not at import, which must not change torch for those who use no such hook.
+    # Here, not at import, which must not change torch for programs without such a hook.
     if hook_type == DDPCommunicationHookType.BATCHED_POWER_SGD:
-        _let_orthogonalize_take_matrices()
+        _fix_orthogonalize()
     hooks: dict[DDPCommunicationHookType, Hook] = {
         DDPCommunicationHookType.NO: default_hooks.allreduce_hook,
         DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
@@ -80,18 +80,20 @@ def _hook(hook_type: DDPCommunicationHookType) -> Hook:
     return hooks[hook_type]
 
 
-def _forgetting_overflows(hook: Hook) -> Hook:
-    """Let PowerSGD start afresh after an overflow, whose nan it would add to the gradients for ever."""
+def _with_overflow_reset(hook: Hook) -> Hook:
+    """Make PowerSGD start again after an overflow, whose nan it would add to the gradients forever."""
     # torch checks annotations of hooks, and a lambda has none
-    return lambda state, bucket: hook(state, bucket).then(partial(_forget_overflow, state, bucket.index()))
+    return lambda state, bucket: hook(state, bucket).then(
+        partial(_reset_after_overflow, state, bucket.index())
+    )
 
 
-def _forget_overflow(state: Any, bucket: int, sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+def _reset_after_overflow(state: Any, bucket: int, sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
     """Drop the state of a bucket whose result is not finite; the result is the same on all processes."""
     gradients = sent.value()
     memories = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
-    # Looking costs no wait of its own: torch's hook has just waited for the device.
-    # Before start_powerSGD_iter steps there is nothing to forget.
+    # No additional synchronization: torch's hook has just waited for the device.
+    # Before start_powerSGD_iter steps there is nothing to reset.
     if any(bucket in memory for memory in memories) and not gradients.isfinite().all():
         for memory in memories:
             memory.pop(bucket, None)
@@ -108,7 +110,7 @@ def _wrapped(hook: Hook, wrapper: str) -> Hook:
 
 
 def _accepted_by(group: torch.distributed.ProcessGroup, hook: Hook) -> Hook:
-    """Rename torch's bf16 hooks for backends that torch does not know to reduce bf16 (gloo and MPI do).
+    """Hide the name of torch's bf16 hooks on backends that torch does not expect to reduce bf16 (gloo, MPI).
 
     DistributedDataParallel rejects them by name wherever there is no NCCL or XCCL.
     """
@@ -130,8 +132,8 @@ def _power_sgd_state(group: torch.distributed.ProcessGroup, options: dict[str, A
     return PowerSGDState(process_group=group, **options)
 
 
-def _let_orthogonalize_take_matrices() -> None:
-    """Repair torch's batched PowerSGD hook, which gives a matrix to a function that takes batches of them.
+def _fix_orthogonalize() -> None:
+    """Fix torch's batched PowerSGD hook, which passes a matrix to a function that takes batches of matrices.
 
     Needed up to torch 2.13 at least; delete when `batched_powerSGD_hook` runs past `start_powerSGD_iter`
     without it.

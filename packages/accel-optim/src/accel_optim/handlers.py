@@ -1,4 +1,4 @@
-"""Value objects that customise autocast, the gradient scaler and DistributedDataParallel."""
+"""Dataclasses that customise autocast, the gradient scaler and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: Whether autocast is on; False makes a block in full precision.
-        cache_enabled: Whether casts of weights are kept within a context; None for torch's own default.
+        cache_enabled: Whether casts of weights are kept within a context; None for torch's default.
         convert_outputs_to_fp32: Whether the fp16 and bf16 outputs of a prepared model are converted to fp32.
             False keeps them in the precision that computed them: half the memory of large logits, and the
-            loss has to be computed in a precision that does (under `accelerator.autocast()`, torch's own
+            loss has to be computed in a precision that does (under `accelerator.autocast()`, torch's
             losses compute in fp32). Read when a model is prepared; an autocast block converts no outputs.
     """
 
@@ -81,7 +81,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_reduction: As in DistributedDataParallel.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy of them.
         static_graph: Whether the graph is the same in every iteration.
-        comm_hook: How gradients travel: "no" (as they are), "fp16", "bf16", "power_sgd", "batched_power_sgd".
+        comm_hook: How gradients are sent: "no" (unchanged), "fp16", "bf16", "power_sgd", "batched_power_sgd".
         comm_wrapper: "fp16" or "bf16" casts what the hook sends; without a hook, the plain all-reduce.
         comm_state_option: Options of `PowerSGDState` (matrix_approximation_rank, start_powerSGD_iter ...),
             for the two PowerSGD hooks.
@@ -114,7 +114,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         Args:
             ignore_keys: Fields to leave out; by default those that DistributedDataParallel does not take.
         """
-        # An iterator could be walked once only.
+        # An iterator can be consumed only once.
         ignored = frozenset(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
@@ -126,7 +126,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
         Raises:
             TypeError: If the model is not wrapped in DistributedDataParallel.
-            ValueError: If `comm_state_option` has an option that PowerSGDState has not.
+            ValueError: If `comm_state_option` has an option that PowerSGDState does not have.
         """
         wrapper = str(getattr(self.comm_wrapper, "value", self.comm_wrapper))
         # Fields of a dataclass may have been set since it was made, so the hook is looked up again.

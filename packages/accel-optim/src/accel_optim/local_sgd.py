@@ -1,4 +1,4 @@
-"""Local SGD: every process trains by itself for some steps, then the parameters are averaged."""
+"""Local SGD: every process trains alone for some steps, then the parameters are averaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from accel_state.process.info import ProcessInfo
 
-# Under these no process has a whole model with gradients of its own.
+# Under these no process has a full model with its own gradients.
 _SHARDED = (
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
@@ -26,7 +26,7 @@ _SHARDED = (
 
 
 class _Trainer(Protocol):
-    """The part of an Accelerator that local SGD needs."""
+    """The interface of an Accelerator that local SGD needs."""
 
     @property
     def process(self) -> ProcessInfo: ...
@@ -41,7 +41,7 @@ class _Trainer(Protocol):
 
 
 class LocalSGD:
-    """A context in which gradients are not averaged over the processes, and parameters are, now and then.
+    """A context in which parameters are averaged over the processes periodically, instead of gradients.
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
             for batch in loader:
@@ -52,11 +52,11 @@ class LocalSGD:
                     local_sgd.step()
 
     Parameters are averaged after every `local_sgd_steps` optimizer steps and when the block is left, so that
-    all processes go on with the same model. Floating point buffers (the statistics of batch norm) are
+    all processes continue with the same model. Floating point buffers (the statistics of batch norm) are
     averaged with them, unless DistributedDataParallel has `broadcast_buffers=False`. Optimizer states
-    stay local; so do skipped fp16 steps, since gradients are a process's own.
+    stay local; so do skipped fp16 steps, since gradients are per process.
 
-    Micro-batches inside an accumulation window are no steps: `step` counts where the window closes, as the
+    Micro-batches inside an accumulation window are not steps: `step` counts where the window closes, as the
     optimizer does. All processes must make the same number of steps. An exception leaves the block without
     averaging, since the other processes may never come to it.
 
@@ -67,8 +67,8 @@ class LocalSGD:
         enabled: When False, or with one process, the context and `step` do nothing.
 
     Raises:
-        ValueError: If `local_sgd_steps` is not a positive integer, or the model is not one that each process
-            holds whole, in DistributedDataParallel.
+        ValueError: If `local_sgd_steps` is not a positive integer, or the model is not a full replica in
+            DistributedDataParallel.
 
     References:
         S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
@@ -86,11 +86,11 @@ class LocalSGD:
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        # One process has nobody to average with.
+        # One process has nothing to average.
         self.enabled = bool(enabled) and accelerator.process.world_size > 1
         self.num_steps = 0
         if self.enabled:
-            _check_whole(accelerator, model)
+            _check_replicated(accelerator, model)
         # no_sync is entered in one method and left in another.
         self._no_sync = contextlib.ExitStack()
 
@@ -101,7 +101,7 @@ class LocalSGD:
             if _inner(self.model).require_backward_grad_sync:
                 self._no_sync.close()
                 raise ValueError(
-                    "LocalSGD cannot hold back the gradients of a model with static_graph=True before its "
+                    "LocalSGD cannot keep the gradients local of a model with static_graph=True before its "
                     "first backward, which learns the graph. Leave static_graph out of "
                     "DistributedDataParallelKwargs, or make one ordinary step before the block."
                 )
@@ -117,7 +117,7 @@ class LocalSGD:
     def step(self) -> None:
         """Count an optimizer step, and average the parameters after every `local_sgd_steps` of them.
 
-        Call it after `optimizer.step()`, in every micro-batch or at the window's end alone.
+        Call it after `optimizer.step()`, in every micro-batch or only at the window's end.
         """
         if not self.enabled or not self.accelerator.sync_gradients:
             return
@@ -130,10 +130,10 @@ class LocalSGD:
         averaged: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         if _inner(self.model).broadcast_buffers:
             averaged += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        # One call for all, so that small tensors travel together.
+        # One call for all, so that small tensors are packed.
         means = reduce([tensor.detach() for tensor in averaged], "mean", process=self.accelerator.process)
         for tensor, mean in zip(averaged, means, strict=True):
-            # In place: optimizer and DDP hold these very tensors.
+            # In place: optimizer and DDP refer to these tensors.
             tensor.copy_(mean)
 
 
@@ -142,13 +142,13 @@ def _inner(model: torch.nn.Module) -> Any:
     return model._orig_mod if is_compiled_module(model) else model
 
 
-def _check_whole(accelerator: _Trainer, model: torch.nn.Module) -> None:
+def _check_replicated(accelerator: _Trainer, model: torch.nn.Module) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     kind = accelerator.distributed_type
     if kind in _SHARDED:
         raise ValueError(
-            f"LocalSGD averages whole models, and under {kind.value} a process does not train one by itself. "
+            f"LocalSGD averages full models, and under {kind.value} a process does not train one alone. "
             "Use it with DistributedDataParallel, or pass enabled=False."
         )
     if not isinstance(_inner(model), DistributedDataParallel):

@@ -1,7 +1,7 @@
-"""Optimizers that step during the backward pass (LOMO), so that gradients are never all there at once.
+"""Optimizers that step during the backward pass (LOMO), so that all gradients never exist at the same time.
 
-What they have instead of `step` is `fused_backward(loss, lr)`, by which they are known here: the library
-itself (`lomo-optim`) is never imported.
+They are recognised by their method `fused_backward(loss, lr)`: the library itself (`lomo-optim`) is never
+imported.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def find_lomo(optimizers: Iterable[Any]) -> Any | None:
     if len(found) > 1:
         raise ValueError(
             f"{len(found)} optimizers that step during the backward pass (LOMO) are prepared, and a backward "
-            "pass would step all of them. Give their models' parameters to one."
+            "pass would step all of them. Pass their models' parameters to one."
         )
     return found[0] if found else None
 
 
 def check_lomo(optimizer: Any, *, num_processes: int, has_scaler: bool) -> None:
-    """Raise if an optimizer steps in backward where its steps would be wrong.
+    """Raise if an optimizer steps in backward in a run where that is wrong.
 
     Args:
         optimizer: Any optimizer; others pass.
@@ -77,24 +77,24 @@ def lomo_backward(optimizer: Any | None, loss: torch.Tensor, learning_rate: floa
         num_steps: Micro-batches per optimizer step.
 
     Raises:
-        ValueError: If there is no such optimizer, or gradients would have to be gathered.
+        ValueError: If there is no such optimizer, or gradients would have to be accumulated.
     """
     if optimizer is None:
         raise ValueError(
             "No prepared optimizer steps during the backward pass. Pass a Lomo or AdaLomo of lomo-optim to "
             "prepare() first, or leave out learning_rate."
         )
-    # fused_backward steps at once, so that a window's gradients could not be added up.
+    # fused_backward steps at once, so a window's gradients cannot be accumulated.
     if num_steps > 1:
         raise ValueError(
-            "An optimizer that steps during the backward pass (LOMO) gathers no gradients, and "
+            "An optimizer that steps during the backward pass (LOMO) accumulates no gradients, and "
             f"gradient_accumulation_steps is {num_steps}. Set it to 1 and make the batches larger."
         )
     optimizer.fused_backward(loss, learning_rate)
 
 
-def warn_of_clipping(optimizer: Any) -> None:
-    """Warn that the gradients of an optimizer that steps in backward are gone before they could be clipped.
+def warn_about_clipping(optimizer: Any) -> None:
+    """Warn that the gradients of an optimizer that steps in backward cannot be clipped.
 
     Args:
         optimizer: What `find_lomo` found.

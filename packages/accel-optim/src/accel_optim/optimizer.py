@@ -39,9 +39,9 @@ def patch_optimizer_step(
     """Wrap an optimizer's `step` so that its wrapper learns whether a scaler really called it.
 
     A scaler calls `step` only when the gradients are finite, and has waited for the device to know that.
-    Watching the call shows the same without waiting once more. Fused optimizers are called in any case and
-    leave the parameters alone by themselves when the `found_inf` tensor which the scaler hands to them says
-    so; it is kept, unread.
+    Intercepting the call shows the same without another wait. Fused optimizers are always called, and skip
+    the update themselves according to the `found_inf` tensor that the scaler passes to them; it is kept,
+    unread.
 
     Args:
         accelerated_optimizer: The wrapper.
@@ -66,24 +66,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer; steps and clears gradients only where gradients are synchronised.
 
     Inside an accumulation window `step` and `zero_grad` do nothing, so that the loop needs no `if`.
-    Everything else is the wrapped optimizer's own: parameter groups, state, hooks, and attributes that the
-    wrapper does not know. Schedulers may be made from the wrapper or from the wrapped optimizer.
+    Everything else is the wrapped optimizer's: parameter groups, state, hooks, and attributes that the
+    wrapper does not define. Schedulers may be made from the wrapper or from the wrapped optimizer.
 
     Args:
         optimizer: The optimizer to wrap.
         device_placement: Whether the optimizer's state is moved to the device of its parameters, now and when
             a state dict is loaded.
         scaler: The gradient scaler to step through in fp16 training. Several optimizers may share one; the
-            scale is then updated once all that hold gradients have stepped.
+            scale is then updated once all that have gradients have stepped.
         gradient_state: The accumulation window's state to follow; by default the newest.
         owner: Who has the parameters and gradients; by default they are where the user sees them.
 
     Raises:
-        TypeError: If `optimizer` is wrapped already, or is no optimizer.
+        TypeError: If `optimizer` is wrapped already, or is not an optimizer.
     """
 
-    # torch.optim.Optimizer.__init__ is not called: the wrapped optimizer has had its own, and whatever it set
-    # is reached through __getattr__. In particular its step hooks run once, where the real step is.
+    # torch.optim.Optimizer.__init__ is not called: the wrapped optimizer's attributes are reached through
+    # __getattr__. In particular its step hooks run once, in the real step.
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -111,16 +111,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._place_state()
 
     def _start(self, scaler: GradScaler | None) -> None:
-        # A disabled scaler passes everything through; without it the same happens for less.
+        # A disabled scaler passes everything through; None does the same at lower cost.
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._step_called = False
         self._step_was_skipped = False
         self._found_inf: torch.Tensor | None = None
-        self._watched: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self._held_back = 0
+        self._patched_step: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._steps_inside_window = 0
         self._steps_in_backward = steps_in_backward(self.optimizer)
         if self.scaler is not None:
-            scaling.share(self.scaler, self)
+            scaling.register(self.scaler, self)
 
     @property
     def state(self) -> Any:
@@ -177,15 +177,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
         Args:
             set_to_none: Whether to drop the gradients (True) or fill them with zeros; None for the wrapped
-                optimizer's own default.
+                optimizer's default.
         """
         if not self.gradient_state.sync_gradients:
             return
-        if self._held_back:
-            self._held_back = 0
+        if self._steps_inside_window:
+            self._steps_inside_window = 0
             warn(
                 "zero_grad() before step() in the last micro-batch of an accumulation window discards the "
-                "gradients of the micro-batches before it. Call zero_grad() after step().",
+                "gradients of the previous micro-batches. Call zero_grad() after step().",
             )
         if self.scaler is not None:
             scaling.skip_step(self.scaler, self.optimizer)
@@ -212,15 +212,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ValueError: If both a closure and a scaler are in use.
         """
         if not self.gradient_state.sync_gradients:
-            if closure is not None and not self._held_back:
+            if closure is not None and not self._steps_inside_window:
                 warn(
                     "step(closure) inside an accumulation window does not call the closure. Call backward "
-                    "outside of the closure, or set gradient_accumulation_steps=1.",
+                    "outside the closure, or set gradient_accumulation_steps=1.",
                 )
-            self._held_back += 1
+            self._steps_inside_window += 1
             return None
-        self._held_back, self._step_was_skipped = 0, False
-        # Local names: __getattr__ makes each look-up on a wrapper slow, also of what it has.
+        self._steps_inside_window, self._step_was_skipped = 0, False
+        # Local names: __getattr__ makes every attribute look-up on a wrapper slow.
         optimizer, owner, scaler = self.optimizer, self.owner, self.scaler
         if self._steps_in_backward:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
@@ -234,13 +234,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return optimizer.step(closure)
 
     def skip_step(self) -> None:
-        """Drop the gradients of the window in place of a step; nothing inside a window.
+        """Drop the gradients of the window instead of a step; a no-op inside a window.
 
-        `step_was_skipped` is True until the next step, so that schedules do not move.
+        `step_was_skipped` is True until the next step, so that schedules do not advance.
         """
         if not self.gradient_state.sync_gradients:
             return
-        self._held_back, self._found_inf = 0, None
+        self._steps_inside_window, self._found_inf = 0, None
         self.zero_grad()
         self._step_was_skipped = True
 
@@ -248,8 +248,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last real step was skipped: fp16 gradients were not finite, or `skip_step` was called.
 
-        Exact, and free except for fused optimizers: those decide on the device, so that asking waits for it
-        (once per step, as the scaler itself does for every other optimizer).
+        Exact, and free except for fused optimizers: those decide on the device, so reading this synchronizes
+        with it (once per step, as the scaler does for every other optimizer).
         """
         if self._found_inf is not None:
             self._step_was_skipped = bool(self._found_inf.item())
@@ -257,31 +257,31 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._step_was_skipped
 
     def unscale_gradients(self) -> None:
-        """Divide the gradients by the scale, once per step however often called; nothing without a scaler."""
+        """Divide the gradients by the scale, once per step however often called; a no-op without a scaler."""
         if self.scaler is not None:
             scaling.unscale(self.scaler, self.optimizer)
 
     def train(self) -> None:
-        """Put a schedule-free optimizer in training mode; nothing for others."""
-        # By the method: schedule-free optimizers need not be installed.
+        """Put a schedule-free optimizer in training mode; a no-op for others."""
+        # By its method: the schedule-free library need not be installed.
         if callable(train := getattr(self.optimizer, "train", None)):
             self.owner.show_present()
             train()
 
     def eval(self) -> None:
-        """Put a schedule-free optimizer in evaluation mode; nothing for others."""
+        """Put a schedule-free optimizer in evaluation mode; a no-op for others."""
         if callable(evaluate := getattr(self.optimizer, "eval", None)):
             self.owner.show_present()
             evaluate()
 
     def __getattr__(self, name: str) -> Any:
-        # Asked only for what is not here. `optimizer` itself is missing while an instance is being unpickled.
+        # Called only for missing attributes. `optimizer` itself is missing during unpickling.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The gradient state belongs to the process, and the owner to an engine, and not to the optimizer.
+        # The gradient state belongs to the process, and the owner to an engine.
         return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": self.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -297,16 +297,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
-    def _present(self, given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            return self.owner.present_all([given])
-        if isinstance(given, set | frozenset):
-            return given  # torch rejects it: its order is not that of other processes
-        given = list(given)
+    def _present(self, parameters: Any) -> Any:
+        if isinstance(parameters, torch.Tensor):
+            return self.owner.present_all([parameters])
+        if isinstance(parameters, set | frozenset):
+            return parameters  # torch rejects it: its order differs between processes
+        parameters = list(parameters)
         # (name, parameter), which torch takes since 2.6.
-        if any(isinstance(item, tuple) for item in given):
-            return [(name, self.owner.present(parameter)) for name, parameter in given]
-        return self.owner.present_all(given)
+        if any(isinstance(item, tuple) for item in parameters):
+            return [(name, self.owner.present(parameter)) for name, parameter in parameters]
+        return self.owner.present_all(parameters)
 
     def _step_scaled(self, scaler: GradScaler, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:
@@ -319,12 +319,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not scaling.has_gradients(scaler, inner):
             return inner.step()
         scaling.begin_step(scaler, inner)
-        replaced = inner.__dict__.get("step")  # a scheduler puts its own wrapper there
+        replaced = inner.__dict__.get("step")  # a scheduler sets its wrapper there
         method = inner.step
-        if self._watched is None or self._watched[0] != method:
-            self._watched = (method, patch_optimizer_step(self, method))
-        # For this call alone: a scheduler that is made later has to find the optimizer's method.
-        inner.step = self._watched[1]  # type: ignore[method-assign]
+        if self._patched_step is None or self._patched_step[0] != method:
+            self._patched_step = (method, patch_optimizer_step(self, method))
+        # Only for this call: a scheduler created later must find the optimizer's method.
+        inner.step = self._patched_step[1]  # type: ignore[method-assign]
         try:
             result = scaler.step(inner)
         finally:
@@ -338,7 +338,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _place_state(self) -> None:
         for group in self.optimizer.param_groups:
-            # torch keeps the step count on the host, where reading it costs no wait, unless kernels read it.
+            # torch keeps the step count on the host, to read it without synchronization, unless kernels read
+            # it.
             skip = () if group.get("capturable", False) or group.get("fused", False) else ("step",)
             for parameter in group["params"]:
                 values = self.optimizer.state.get(parameter)

@@ -30,7 +30,7 @@ def autocast(
 
     Args:
         device_type: Type of the device that computes ("cuda", "cpu" ...).
-        precision: "no", "fp16", "bf16" or "fp8". "fp8" autocasts to bf16 what its own layers do not cover.
+        precision: "no", "fp16", "bf16" or "fp8". "fp8" autocasts layers without fp8 kernels to bf16.
         kwargs: `enabled=False` makes a block in full precision, also inside another autocast context;
             `cache_enabled` says whether casts of weights are kept within the context (None: torch's default).
 
@@ -40,10 +40,10 @@ def autocast(
     Raises:
         ValueError: If the precision is unknown, or the device has no autocast to it.
     """
-    # Most names are found as they are, which is faster than to make a member of them.
+    # A direct look-up is faster than creating an enumeration member.
     compute = _COMPUTE.get(precision) or _COMPUTE.get(PrecisionType(precision))
     if kwargs is not None and not kwargs.enabled:
-        # Not a nullcontext, inside of which an outer autocast would stay on.
+        # Not a nullcontext, inside which an outer autocast would stay on.
         return torch.autocast(device_type, enabled=False)
     if compute is None:
         return nullcontext()
@@ -51,8 +51,8 @@ def autocast(
     allowed = device_spec(device_type).autocast_dtypes
     if needed not in allowed:
         raise ValueError(
-            f"mixed_precision={str(precision)!r} needs autocast to {needed}, which device type "
-            f"{device_type!r} has not; it has {sorted(allowed) or 'none'}. Choose one of these or "
+            f"mixed_precision={str(precision)!r} is not possible: {needed} autocast is not supported on "
+            f"{device_type!r}; supported: {sorted(allowed) or 'none'}. Choose one of these or "
             "mixed_precision='no'."
         )
     return torch.autocast(device_type, dtype=dtype, cache_enabled=kwargs.cache_enabled if kwargs else None)

@@ -1,13 +1,13 @@
 """Loss scaling for fp16: making a scaler, and keeping one scaler right for several optimizers.
 
 torch's rule for a scaler shared by optimizers is: every one steps, then the scale is updated once. Optimizers
-that each live behind their own wrapper cannot see that moment, so it is found here. A *round* is the time
-between two updates of the scale. It ends when every optimizer of the scaler that holds gradients has stepped;
-with one optimizer, at each step. When one optimizer steps again while another still gathers gradients, the
-scale is updated all the same, and the gradients at hand are multiplied by the change of the scale (a power of
+in separate wrappers cannot see that moment, so it is detected here. A *round* is the time
+between two updates of the scale. It ends when every optimizer of the scaler that has gradients has stepped;
+with one optimizer, at each step. When one optimizer steps again while another still accumulates gradients,
+the scale is updated anyway, and the existing gradients are multiplied by the change of the scale (a power of
 two by default, so exactly).
 
-Nothing here waits for the device, except where processes hold parts of gradients and have to agree.
+Nothing here synchronizes with the device, except to combine flags of processes with sharded gradients.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Wrapper(Protocol):
         """The optimizer itself."""
 
 
-_SHARING: WeakKeyDictionary[GradScaler, list[ref[_Wrapper]]] = WeakKeyDictionary()
-"""The optimizers of each scaler, in the order in which they came, which is that of all processes."""
+_OPTIMIZERS_OF: WeakKeyDictionary[GradScaler, list[ref[_Wrapper]]] = WeakKeyDictionary()
+"""The optimizers of each scaler, in order of registration, which is the same on all processes."""
 
 
 def get_grad_scaler(
@@ -41,7 +41,7 @@ def get_grad_scaler(
     """Make the gradient scaler that a way of training needs.
 
     Args:
-        distributed_type: How the processes work together. FSDP needs a scaler that agrees over the shards,
+        distributed_type: The kind of distributed run. FSDP needs a scaler that combines the shards' flags,
             XLA has its own; every other type takes torch's.
         device_type: Type of the device that the losses are on ("cuda", "cpu", "xpu" ...); by default that of
             this process.
@@ -53,7 +53,7 @@ def get_grad_scaler(
 
     Raises:
         ValueError: If `distributed_type` is unknown.
-        ImportError: If XLA is asked for and torch_xla is not installed.
+        ImportError: If XLA is requested and torch_xla is not installed.
     """
     # Also by its name in any letter case; an unknown one raises.
     kind = DistributedType.NO if distributed_type is None else DistributedType(distributed_type)
@@ -85,46 +85,46 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
 
 
 def has_gradients(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether any parameter of the optimizer holds a gradient, on any process that shares it.
+    """Return whether any parameter of the optimizer has a gradient, on any process that shards it.
 
     Args:
-        scaler: The scaler, enabled; one that agrees asks all processes.
+        scaler: The scaler, enabled; a DTensorGradScaler communicates.
         optimizer: The torch optimizer.
     """
-    return true_on_any_rank(scaler, [_holds_gradients(optimizer)])[0]
+    return true_on_any_rank(scaler, [_has_local_gradients(optimizer)])[0]
 
 
-def _holds_gradients(optimizer: torch.optim.Optimizer) -> bool:
+def _has_local_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def true_on_any_rank(scaler: GradScaler, flags: list[bool]) -> list[bool]:
-    """The flags that are true on any process, where processes hold different parts of gradients.
+    """Return which flags are true on any process, if gradients are sharded over processes.
 
     Args:
-        scaler: The scaler; where it agrees all processes have to ask.
+        scaler: The scaler; with a DTensorGradScaler all processes must call this.
         flags: As many, and in the same order, on all processes.
     """
     reduce = getattr(scaler, "true_on_any_rank", None)  # DTensorGradScaler, imported by few programs
     return flags if reduce is None else reduce(flags)
 
 
-def _sharing(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
-    """The torch optimizers of a scaler; None for those that are gone."""
-    for reference in _SHARING.get(scaler, ()):
+def _optimizers_of(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
+    """The torch optimizers of a scaler; None for deleted ones."""
+    for reference in _OPTIMIZERS_OF.get(scaler, ()):
         wrapper = reference()
-        # None, and not left out: processes forget wrappers at different times.
+        # None, not left out: processes delete wrappers at different times.
         yield None if wrapper is None else wrapper.optimizer
 
 
-def share(scaler: GradScaler, optimizer: _Wrapper) -> None:
-    """Note that an optimizer steps through a scaler. It is forgotten when the optimizer is.
+def register(scaler: GradScaler, optimizer: _Wrapper) -> None:
+    """Register an optimizer that steps through a scaler, with a weak reference.
 
     Args:
         scaler: The scaler.
         optimizer: The wrapper; its own `optimizer` is what the scaler sees.
     """
-    _SHARING.setdefault(scaler, []).append(ref(optimizer))
+    _OPTIMIZERS_OF.setdefault(scaler, []).append(ref(optimizer))
 
 
 def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -142,39 +142,39 @@ def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
 
 
 def begin_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Start a new round if this optimizer has already stepped in the present one.
+    """Start a new round if this optimizer has already stepped in the current one.
 
     Args:
         scaler: The scaler, enabled.
         optimizer: The torch optimizer that is going to step.
     """
     if _stage(scaler, optimizer) is OptState.STEPPED:
-        _update_with_gradients_at_hand(scaler)
+        _update_and_rescale(scaler)
 
 
 def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Update the scale, if no other optimizer of the scaler still holds gradients of this round.
+    """Update the scale, if no other optimizer of the scaler still has gradients of this round.
 
     Args:
         scaler: The scaler, enabled.
         optimizer: The torch optimizer that has just stepped.
     """
-    # Also those that are gone have an entry: all processes ask about lists of one length.
+    # Deleted ones have an entry too: the lists must have one length on all processes.
     waiting = [
         other is not None
         and other is not optimizer
         and _stage(scaler, other) is not OptState.STEPPED
-        and _holds_gradients(other)
-        for other in _sharing(scaler)
+        and _has_local_gradients(other)
+        for other in _optimizers_of(scaler)
     ]
     if len(waiting) < 2 or not any(true_on_any_rank(scaler, waiting)):
         scaler.update()
 
 
 def skip_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Note that gradients are dropped instead of stepped with, if they were unscaled.
+    """Record that unscaled gradients are dropped instead of stepped with.
 
-    The next ones have to be unscaled as well; and the scale is updated as after a step, by what was found.
+    The next ones must be unscaled again; and the scale is updated as after a step.
 
     Args:
         scaler: The scaler, enabled.
@@ -187,49 +187,51 @@ def skip_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
 
 
 def end_round(scaler: GradScaler | None) -> None:
-    """End the round at hand, so that the scale counts all steps so far: what a checkpoint needs.
+    """End the current round, so that the scale counts all steps so far, as checkpoints need.
 
-    An optimizer that holds gradients, and has not stepped in this round, keeps the round open. Its gradients
+    An optimizer that has gradients, and has not stepped in this round, keeps the round open. Its gradients
     are multiplied by the change of the scale.
 
     Args:
-        scaler: The scaler; nothing happens without one, or when it is disabled.
+        scaler: The scaler; a no-op without one, or when it is disabled.
     """
     if scaler is None or not scaler.is_enabled():
         return
     if any(state["stage"] is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
-        _update_with_gradients_at_hand(scaler)
+        _update_and_rescale(scaler)
 
 
 def forget_round(scaler: GradScaler | None) -> None:
-    """Forget what the steps and gradients of the round at hand were like: a loaded scale is that of others.
+    """Drop the current round, which does not belong to a loaded scale.
 
     Args:
-        scaler: The scaler; nothing happens without one, or when it is disabled.
+        scaler: The scaler; a no-op without one, or when it is disabled.
     """
     if scaler is not None and scaler.is_enabled():
         scaler._per_optimizer_states.clear()
 
 
 def _stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
-    # A plain lookup in the scaler's defaultdict would add an entry, which update() takes for an optimizer.
+    # A plain lookup in the scaler's defaultdict would add an entry, which update() counts as an optimizer.
     state = scaler._per_optimizer_states.get(id(optimizer))
     return OptState.READY if state is None else state["stage"]
 
 
-def _update_with_gradients_at_hand(scaler: GradScaler) -> None:
-    holding = [other for other in _sharing(scaler) if other is not None and _holds_gradients(other)]
-    unscaled = {id(inner) for inner in holding if _stage(scaler, inner) is OptState.UNSCALED}
-    # Private, but the public get_scale waits for the device.
+def _update_and_rescale(scaler: GradScaler) -> None:
+    with_gradients = [
+        other for other in _optimizers_of(scaler) if other is not None and _has_local_gradients(other)
+    ]
+    unscaled = {id(inner) for inner in with_gradients if _stage(scaler, inner) is OptState.UNSCALED}
+    # Private, but the public get_scale synchronizes with the device.
     scale = scaler._get_scale_async()
-    assert scale is not None, "an optimizer has stepped, so the scale is there"
+    assert scale is not None, "an optimizer has stepped, so the scale exists"
     one = torch.ones_like(scale)
     # A copy, as update() changes the scale in place.
     before = scaler.scale(one)
     scaler.update()
     now = scaler.scale(one)
-    for inner in holding:
-        # Unscaled gradients get the scale again; the others have the one of before.
+    for inner in with_gradients:
+        # Unscaled gradients get the scale again; the others have the previous one.
         factor = now if id(inner) in unscaled else now / before
         for group in inner.param_groups:
             for parameter in group["params"]:

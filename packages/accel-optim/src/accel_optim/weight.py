@@ -1,18 +1,18 @@
 """The weights of a window: what the losses of its micro-batches are sums over, and what divides them.
 
-A loss that is summed over a ragged number of items (the tokens of a batch) is worth as much as it has items.
+A loss that is summed over a ragged number of items (the tokens of a batch) counts in proportion to its items.
 The gradient of the mean over all items of a window, on all processes, is
 
     gradient(sum of the losses) / sum of the weights
 
-and the second sum is known at the window's end alone. Until then losses are divided by an estimate, the total
-of the window before, so that gradients stay near their final size (fp16 needs that). At the end the processes
-add up their weights, once; the gradients gathered so far are corrected by estimate / total, and the last
+and the second sum is known only at the window's end. Until then losses are divided by an estimate, the total
+of the previous window, so that gradients stay near their final size (fp16 needs that). At the end the
+processes sum their weights, once; the accumulated gradients are corrected by estimate / total, and the last
 losses are divided by the total itself. Every factor is the same on all processes, so it does not matter at
 which micro-batches an engine reduces gradients.
 
-Weights are Python numbers wherever the host knows them. On an accelerator they may be tensors of its own,
-which the host never reads.
+Weights are Python numbers wherever the host has them. On an accelerator they may be device tensors, which the
+host never reads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Weight: TypeAlias = "float | torch.Tensor"
 
 
 class Gradients(Protocol):
-    """The part of an engine that a weighted window needs to have its gradients reduced."""
+    """The interface of an engine that a weighted window needs."""
 
     @property
     def divisor(self) -> int:
         """The divisor in reducing over the processes: their number for a mean, 1 for a sum."""
 
     def total_weight(self, weight: Weight) -> Weight:
-        """Add up a weight over the processes; all of them call it, and get the same."""
+        """Sum a weight over the processes; all of them call it, and get the same result."""
 
     def scale(self, factor: Weight) -> None:
         """Multiply the gradients gathered so far."""
@@ -46,7 +46,7 @@ class WindowWeight:
 
     Attributes:
         gathered: The sum over the micro-batches before this one, on this process.
-        current: The weight of the micro-batch at hand; None until it is known.
+        current: The weight of the current micro-batch; None until it is known.
         total: The sum over the window and all processes; None before the last micro-batch.
         norm: What the losses of the gradients gathered so far were divided by; None without any.
     """
@@ -56,47 +56,48 @@ class WindowWeight:
         self.current: Weight | None = None
         self.total: Weight | None = None
         self.norm: Weight | None = None
-        self._given: Any = None
+        self._user_weight: Any = None
 
-    def count(self, given: Any) -> None:
-        """Take the weight of the micro-batch at hand, or see that it is the one which it has.
+    def count(self, weight: Any) -> None:
+        """Set the weight of the current micro-batch, or check that it is unchanged.
 
         Args:
-            given: A number, or a tensor of one element.
+            weight: A number, or a tensor of one element.
 
         Raises:
             TypeError, ValueError: If it is not a weight; see `check_weight`.
             ValueError: If the micro-batch has another weight already.
         """
         if self.current is None:
-            # With the object itself: given again, it need not be read, which may wait for an accelerator.
-            self.current, self._given = check_weight(given), given
-        elif given is not self._given and not bool(self.current == (weight := check_weight(given))):
+            # With the object itself: passed again, it need not be read, which may synchronize with an
+            # accelerator.
+            self.current, self._user_weight = check_weight(weight), weight
+        elif weight is not self._user_weight and not bool(self.current == (checked := check_weight(weight))):
             raise ValueError(
-                f"backward got weight={float(weight)} in a micro-batch with weight={float(self.current)}. "
+                f"backward got weight={float(checked)} in a micro-batch with weight={float(self.current)}. "
                 "The weight is that of the micro-batch: give the same one with each of its losses, or add "
                 "the losses up. Losses that are means over different numbers of items need an Accelerator "
                 "each."
             )
 
     def next_micro_batch(self) -> None:
-        """Add the micro-batch at hand to those gathered, and make room for the next."""
+        """Add the current micro-batch to the sum, and start the next."""
         if self.current is not None:
             self.gathered = self.gathered + self.current
         self.forget_micro_batch()
 
     def forget_micro_batch(self) -> None:
-        """Make room for another micro-batch in place of the one at hand."""
+        """Drop the current micro-batch."""
         # `gathered` and `norm` stay: they belong to the window.
-        self.current = self.total = self._given = None
+        self.current = self.total = self._user_weight = None
 
 
 def check_weight(weight: Any) -> Weight:
-    """Return a weight as a number, or as a tensor without dimensions where only an accelerator knows it.
+    """Return a weight as a number, or as a tensor without dimensions if it is on an accelerator.
 
     Args:
         weight: A number of at least 0, or a tensor of one element. The values of tensors on an accelerator
-            are not looked at, which would wait for it.
+            are not read, which would synchronize with it.
 
     Raises:
         TypeError: If it is neither.
@@ -107,15 +108,15 @@ def check_weight(weight: Any) -> Weight:
             raise ValueError(
                 f"backward got a weight of shape {tuple(weight.shape)}; it takes one number: the sum."
             )
-        # Its value is not looked at, so that nothing waits; a wrong one shows in the gradients.
+        # Its value is not read, to avoid synchronization; a wrong one shows in the gradients.
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
         weight = weight.item()
-    # Also the numbers of NumPy, which are registered as such.
+    # Also NumPy's numbers, which are registered as Real.
     if not isinstance(weight, Real):
         raise TypeError(f"backward got weight={weight!r}; it takes a number, or a tensor of one element.")
     try:
-        # Python's integers have no end, and floats do.
+        # Python's integers are unbounded, floats are not.
         number = float(weight)
     except OverflowError:
         raise ValueError(
@@ -131,16 +132,16 @@ def check_weight(weight: Any) -> Weight:
 
 
 def ratio(numerator: Weight, denominator: Weight) -> Weight:
-    """Divide; what is divided by zero is zero, because a window without weight has no gradient."""
+    """Divide; division by zero gives zero, because a window without weight has no gradient."""
     if isinstance(denominator, torch.Tensor):
-        # No branch on the value, for which the host would have to wait.
+        # No branch on the value, which would synchronize.
         return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(denominator))
     return numerator / denominator if denominator > 0 else 0.0
 
 
 def positive(weight: Weight, otherwise: Weight) -> Weight:
-    """Return the weight where it is above zero, and something else where it is not."""
+    """Return the weight if it is above zero, else a fallback."""
     if isinstance(weight, torch.Tensor):
-        # No `if` on a tensor of an accelerator: the host would wait for its value.
+        # No `if` on a device tensor, which would synchronize.
         return torch.where(weight > 0, weight, otherwise)
     return weight if weight > 0 else otherwise

@@ -1,4 +1,4 @@
-"""The accumulation window: the one owner of the question "is this micro-batch the last one before a step?".
+"""The accumulation window: the only place that decides which micro-batch is the last one before a step.
 
 A window is the group of micro-batches whose gradients one optimizer step uses:
 
@@ -10,8 +10,8 @@ A window is the group of micro-batches whose gradients one optimizer step uses:
             optimizer.zero_grad()          # likewise
 
 What the window decides is published in `GradientState.sync_gradients`; optimizer, scheduler, scaler and DDP
-read it there, and nothing else sets it. What a window knows lives here: beside the number of its
-micro-batches, the total weight of its losses (see `accel_optim.weight`), which opens and closes with it.
+read it there, and nothing else sets it. The window also keeps the total weight of its losses (see
+`accel_optim.weight`), which is reset with it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Window:
       stay.)
 
     The losses of a window are either means, of which each is divided by `num_steps` (`loss_scale`), or sums
-    with a weight, which together are divided by the weight of the whole window (`weigh`); not both.
+    with a weight, which are divided by the total weight of the window (`weigh`); not both.
 
     Args:
         gradient_state: Where the settings are read, at every micro-batch, and the decision is published; by
-            default a new one, which optimizers and schedulers that are made afterwards follow.
+            default a new one, which optimizers and schedulers created afterwards follow.
         num_steps: Micro-batches of a window, instead of a gradient_state.
 
     Raises:
-        ValueError: If neither or both are given, or the number is below 1.
+        ValueError: If neither or both are passed, or the number is below 1.
     """
 
     def __init__(self, gradient_state: GradientState | None = None, *, num_steps: int | None = None) -> None:
@@ -66,9 +66,9 @@ class Window:
             gradient_state = GradientState.new(GradientAccumulationPlugin(num_steps=num_steps))
         self.gradient_state = gradient_state
         self._step = 0
-        # How often the context is entered inside of itself.
+        # The nesting depth of the context.
         self._depth = 0
-        # What __exit__ puts back after an exception: step, sync_gradients, has_means.
+        # What __exit__ restores after an exception: step, sync_gradients, has_means.
         self._before = (0, True, False)
         self._inside = False  # a micro-batch
         self._has_means = False
@@ -84,14 +84,14 @@ class Window:
     def step(self, step: int) -> None:
         if step < 0:
             raise ValueError(f"The number of micro-batches in a window cannot be negative, got {step}.")
-        # A count that never went back at a boundary (as some checkpoints hold it) means the same position.
+        # A count that never went back at a boundary (as in some checkpoints) means the same position.
         self._step = step % self.gradient_state.num_steps
         self._forget_losses()
         self.gradient_state._set_sync_gradients(self._step == 0)
 
     @property
     def in_micro_batch(self) -> bool:
-        """Whether this is inside of the context, in a micro-batch."""
+        """Whether this is inside the context, in a micro-batch."""
         return self._inside
 
     @property
@@ -117,14 +117,14 @@ class Window:
                 `accel_state.open_loaders.OpenLoaders.follow`.
 
         Returns:
-            Whether it does. The same is found in `gradient_state.sync_gradients` from now on.
+            Whether it does; also published in `gradient_state.sync_gradients`.
         """
         state = self.gradient_state
         self._next_micro_batch()
         self._inside = True
         count = self._step + 1
-        # Without the properties, which cost as much as all else here. Not equality: num_steps may have been
-        # lowered in the middle of a window.
+        # Without the properties, which cost as much as everything else here. Not equality: num_steps may have
+        # been lowered in the middle of a window.
         settings = state.plugin_kwargs
         steps = settings.get("num_steps") or 1
         closes = count >= steps
@@ -132,7 +132,7 @@ class Window:
             loaders, with_loader = state._loaders, settings.get("sync_with_dataloader", True)
             ends = loaders.follow(with_loader) if loader is None else loaders.follow_loader(loader)
             closes = closes or (ends and with_loader)
-        # 0 again at the boundary itself, so that `step` counts the micro-batches of an open window alone.
+        # 0 again at the boundary, so that `step` only counts the micro-batches of an open window.
         self._step = 0 if closes else count
         state._set_sync_gradients(closes)
         return closes
@@ -164,10 +164,10 @@ class Window:
 
         With it the window's gradient is that of the sum of all its losses over the sum of all its weights, on
         all processes: what one batch with all the items has. A window whose weights are all 0 has the
-        gradient 0. Outside of any micro-batch, each call is a window of its own.
+        gradient 0. Outside any micro-batch, each call is its own window.
 
-        At the window's end (and once in the first window) the processes add up their weights, so all of them
-        call it there. What is left of earlier windows' gradients is scaled along with this one's.
+        At the window's end (and once in the first window) the processes sum their weights, so all of them
+        must call it there. Gradients left from previous windows are scaled together with this one's.
 
         Args:
             weight: How many items the loss is the sum over; a number, or a tensor of one element. Several
@@ -178,7 +178,7 @@ class Window:
             The factor: a number, or a tensor without dimensions on the accelerator.
 
         Raises:
-            TypeError: If the weight is no number.
+            TypeError: If the weight is not a number.
             ValueError: If it is negative, not finite, or not the one that the micro-batch has, or if the
                 window has losses without a weight.
         """
@@ -186,36 +186,36 @@ class Window:
             raise ValueError(_MIXED)
         if not self._inside:
             self._next_micro_batch()
-        own = self._weight = self._weight or WindowWeight()
-        own.count(weight)
+        window_weight = self._weight = self._weight or WindowWeight()
+        window_weight.count(weight)
         if self.gradient_state.sync_gradients:
-            return ratio(gradients.divisor, self._agree(own, gradients))
-        if own.norm is None:
-            own.norm = self._expected(own, gradients)
-        return gradients.divisor / own.norm
+            return ratio(gradients.divisor, self._sum_weights(window_weight, gradients))
+        if window_weight.norm is None:
+            window_weight.norm = self._expected(window_weight, gradients)
+        return gradients.divisor / window_weight.norm
 
     def reset(self) -> None:
-        """Forget the open window: the next micro-batch starts a new one, and until then steps are real."""
+        """Drop the open window: the next micro-batch starts a new one, and until then steps are real."""
         self._step = 0
         self._before = (0, True, False)
         self._forget_losses()
         self.gradient_state._set_sync_gradients(True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the open window, beside its gradients; plain numbers, of this process."""
-        own = self._weight if self._step > 0 else None
-        # float() waits for an accelerator, which a checkpoint may.
-        gathered = None if own is None else float(own.gathered) + float(own.current or 0.0)
+        """Return the state that resumes the open window, without its gradients; plain numbers."""
+        weight = self._weight if self._step > 0 else None
+        # float() synchronizes with an accelerator, which is fine in a checkpoint.
+        gathered = None if weight is None else float(weight.gathered) + float(weight.current or 0.0)
         return {
             "step": self._step,
             "has_means": self._step > 0 and self._has_means,
             "gathered": gathered,
-            "norm": None if own is None or own.norm is None else float(own.norm),
+            "norm": None if weight is None or weight.norm is None else float(weight.norm),
             "estimate": None if self._estimate is None else float(self._estimate),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a window whose gradients are there again, at the micro-batch after the last one.
+        """Resume a window whose gradients have been restored, at the next micro-batch.
 
         Args:
             state: What `state_dict` returned on this process.
@@ -225,7 +225,7 @@ class Window:
         self._estimate = state["estimate"]
         if state["gathered"] is not None:
             self._weight = WindowWeight()
-            # The weight of the micro-batch at hand was added to those gathered when the state was made.
+            # The state's `gathered` includes the weight of the current micro-batch.
             self._weight.gathered, self._weight.norm = state["gathered"], state["norm"]
 
     def __enter__(self, loader: Any = None) -> Window:
@@ -242,7 +242,7 @@ class Window:
         if self._depth > 0:
             return
         self._inside = False
-        # The failed micro-batch is taken back, the window is not.
+        # The failed micro-batch is undone, the window is not.
         if kind is not None:
             self._step, synced, self._has_means = self._before
             self.gradient_state._set_sync_gradients(synced)
@@ -263,25 +263,27 @@ class Window:
         elif self._weight is not None:
             self._weight.next_micro_batch()
 
-    def _expected(self, own: WindowWeight, gradients: Gradients) -> Weight:
-        """The total to expect: the last one, or in the first window what its first micro-batch suggests."""
+    def _expected(self, window_weight: WindowWeight, gradients: Gradients) -> Weight:
+        """The expected total: the last one, or in the first window extrapolated from its first micro-batch."""
         if self._estimate is None:
-            assert own.current is not None, "it was counted"
-            total = gradients.total_weight(own.current) * self.gradient_state.num_steps
+            assert window_weight.current is not None, "it was counted"
+            total = gradients.total_weight(window_weight.current) * self.gradient_state.num_steps
             self._estimate = positive(total, 1.0)
         return self._estimate
 
-    def _agree(self, own: WindowWeight, gradients: Gradients) -> Weight:
-        """Add up the window's weight, once, and correct the gradients gathered so far."""
-        if own.total is None:
-            assert own.current is not None, "it was counted"
-            total = gradients.total_weight(own.gathered + own.current)
-            if own.norm is not None:
-                # The losses before were divided by an estimate of the total.
-                gradients.scale(ratio(own.norm, total))
-            own.total = total
-            own.norm = self._estimate = positive(total, 1.0 if self._estimate is None else self._estimate)
-        return own.total
+    def _sum_weights(self, window_weight: WindowWeight, gradients: Gradients) -> Weight:
+        """Sum the window's weight over the processes, once, and correct the accumulated gradients."""
+        if window_weight.total is None:
+            assert window_weight.current is not None, "it was counted"
+            total = gradients.total_weight(window_weight.gathered + window_weight.current)
+            if window_weight.norm is not None:
+                # The previous losses were divided by an estimate of the total.
+                gradients.scale(ratio(window_weight.norm, total))
+            window_weight.total = total
+            window_weight.norm = self._estimate = positive(
+                total, 1.0 if self._estimate is None else self._estimate
+            )
+        return window_weight.total
 
 
 _MIXED = (

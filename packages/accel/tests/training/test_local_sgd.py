@@ -202,7 +202,7 @@ def test_a_wrong_number_of_steps_is_refused(steps):
 
 
 def test_sharded_models_are_refused(world):
-    assert "under FSDP a process does not train one by itself" in world.run(sharded, timeout_s=SLOW_S)[0]
+    assert "under FSDP a process does not train one alone" in world.run(sharded, timeout_s=SLOW_S)[0]
 
 
 def sharded() -> str:

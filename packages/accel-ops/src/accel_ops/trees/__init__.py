@@ -1,1 +1,1 @@
-"""Nested data (dicts, lists, tuples, dataclasses) whose leaves are tensors: operations without communication."""
+"""Nested data (dicts, lists, tuples, dataclasses) of tensors: operations without communication."""

@@ -280,7 +280,7 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
     tensors = run.engine.gradients.with_gradients(parameters)
     if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
-        lomo.warn_of_clipping(run.lomo)
+        lomo.warn_about_clipping(run.lomo)
     if run.scaler is not None and run.scaler.is_enabled():
         # By identity: parameters compare by value.
         wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
