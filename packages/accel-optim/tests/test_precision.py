@@ -46,7 +46,9 @@ def test_an_unknown_precision_is_refused() -> None:
 
 
 def test_a_precision_that_the_device_has_not_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mixed_precision='fp16' needs .* 'xla' has not; it has \['bf16'\]"):
+    with pytest.raises(
+        ValueError, match=r"mixed_precision='fp16' .* not supported on 'xla'; supported: \['bf16'\]"
+    ):
         autocast("xla", "fp16")
 
 

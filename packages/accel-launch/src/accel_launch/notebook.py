@@ -135,7 +135,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> Any:
-    """Train from a notebook: run a function in several processes, or in this one if one is asked for.
+    """Train from a notebook: run a function in several processes, or in this one if one is requested.
 
     The processes are forked, so that functions defined in the notebook can be used; the accelerator must not
     be initialised before, so make the Accelerator inside the function.

@@ -65,7 +65,7 @@ def test_a_file_of_several_machines_needs_no_address(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (("--mpirun_hostfile", "none"), "There is no hostfile 'none'"),
-        (("--launcher", "mpirun", "--max_restarts", "1"), "mpirun cannot serve max_restarts=1"),
+        (("--launcher", "mpirun", "--max_restarts", "1"), "mpirun does not support max_restarts=1"),
     ],
 )
 def test_what_mpirun_cannot_do_is_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:

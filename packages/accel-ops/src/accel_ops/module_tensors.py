@@ -94,7 +94,7 @@ def set_module_tensor_to_device(
     assert old is not None
     target = _read_device(device)
     _check_value(tensor_name, old, value, target)
-    # Only where it is asked for: an address is read from the tensor's storage.
+    # Only where it is requested: an address is read from the tensor's storage.
     address = _address(old if value is None else value) if tied_params_map else 0
     # Tied weights on one device share one copy: that of the first.
     on_devices = tied_params_map.get(address) if tied_params_map and address else None
@@ -179,7 +179,7 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
         model: The model.
 
     Returns:
-        Whether its configuration asks for tied embeddings and it has output embeddings to tie, or for an
+        Whether its configuration requests tied embeddings and it has output embeddings to tie, or for an
         encoder that is tied to the decoder; False for models of other libraries.
     """
     # Where transformers is not imported, no model can be of it.
@@ -289,7 +289,7 @@ def _check_value(
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's values begin; 0 for one without memory of its own."""
+    """Return where a tensor's values begin; 0 for one without its own memory."""
     return 0 if type(tensor.detach()) is not torch.Tensor else tensor.data_ptr()
 
 
@@ -356,7 +356,7 @@ def _of_class(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Make a parameter of the class of `old`, with its attributes, from plain data."""
     differentiable = data.is_floating_point() or data.is_complex()
     # What torch.nn.Parameter's constructor calls; classes of quantized weights
-    # have constructors of their own.
+    # have their own constructors.
     new: torch.Tensor = torch.Tensor._make_subclass(type(old), data, old.requires_grad and differentiable)
     return _with_attributes(old, new)
 

@@ -38,7 +38,7 @@ def extract_model_from_parallel(
         model: The model.
         keep_fp32_wrapper: Keep mixed precision's wrapper of `forward`. Otherwise it is removed, in place.
         keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
-            plain module is returned, also from inside of a container, and submodules in the wrapper of
+            plain module is returned, also from inside a container, and submodules in the wrapper of
             `torch.compile` are compiled in place instead, as by `torch.nn.Module.compile`, so that names have
             no `_orig_mod`.
         recursive: Also take submodules out of their containers, in place.
@@ -200,7 +200,7 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Return whether the module or one inside of it was compiled, by `torch.compile` or in place.
+    """Return whether the module or one inside it was compiled, by `torch.compile` or in place.
 
     Args:
         module: The module.
@@ -262,7 +262,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 def get_module_children_bottom_up(
     model: torch.nn.Module, return_fqns: bool = False
 ) -> list[torch.nn.Module] | list[tuple[str, torch.nn.Module]]:
-    """List a model's modules so that each comes after the ones inside of it.
+    """List a model's modules so that each comes after the ones inside it.
 
     Args:
         model: The model, which comes last.

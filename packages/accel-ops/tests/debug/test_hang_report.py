@@ -91,10 +91,10 @@ def test_the_report_says_what_is_known_of_each_process():
         "  process 1: left after operation 4 at train.py:9 in load, because of ValueError: bad sample",
         f"  process 2: {_SILENT}",
     ]
-    assert text([waits, None, None], are_asked=False).splitlines() == [
-        "  Operation 5: arrived: 0; not known: 1-2",
+    assert text([waits, None, None], could_ask=False).splitlines() == [
+        "  Operation 5: arrived: 0; unknown: 1-2",
         "  process 0: in operation 5, gather (all_gather), at train.py:7 in main",
-        "  processes 1-2: not known",
+        "  processes 1-2: unknown",
     ]
 
 

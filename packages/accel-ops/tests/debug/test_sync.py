@@ -69,7 +69,7 @@ DIFFERENCES = {
     "parameter": (
         "parameter Net.last.weight (float32 (1, 3), requires grad) is the first to differ.",
         "up to 0.25 away from process 0",
-        "train weights of their own",
+        "each process trains its own weights",
     ),
     "buffer": (
         "buffer Net.mean (float32 (3,)) is the first to differ.",
@@ -83,11 +83,11 @@ DIFFERENCES = {
     "numpy": ("NumPy's random generator is the first to differ.", "set_seed"),
     "torch": ("torch's random generator is the first to differ.", "device_specific=True"),
     "missing": (
-        "parameter Net.last.weight (float32 (1, 3), requires grad) is there on process",
+        "parameter Net.last.weight (float32 (1, 3), requires grad) exists on process",
         "missing on",
     ),
     "bias": ("parameter Net.last.bias is the first to differ.", "None"),
-    "order": ("another order, first at place 3 (process", "parameter Net.last.weight"),
+    "order": ("another order, first at position 3 (process", "parameter Net.last.weight"),
     "dtype": ("parameter Net.first.weight is the first to differ.", "float64 (3, 2), requires grad"),
     "frozen": ("parameter Net.first.bias is the first to differ.", "process 1: float32 (3,)\n"),
 }

@@ -196,7 +196,7 @@ def test_a_watchdog_that_fails_says_so_once_and_training_goes_on(world: Any) -> 
     for written, is_running in world.run(breaks):
         assert not is_running
         assert len(written) == 1
-        assert written[0].startswith("stops watching because of an error of its own, and training goes on.")
+        assert written[0].startswith("stops because of an internal error, and training continues.")
         assert written[0].endswith("KeyError: 'planted'")
 
 
@@ -397,8 +397,8 @@ def test_where_the_host_of_the_store_is_stopped_others_say_what_they_know(
 
     assert code == 1
     lines = lines_of(errors)
-    assert lines[1] == "  Operation 2: arrived: 1; not known: 0"
-    assert lines[2] == "  process 0: not known"
+    assert lines[1] == "  Operation 2: arrived: 1; unknown: 0"
+    assert lines[2] == "  process 0: unknown"
     assert lines[3].startswith("  process 1: in operation 2, gather (all_gather")
     assert "the store of the process group does not reply (no answer in time)" in errors
 

@@ -26,7 +26,7 @@ class AutocastKwargs(KwargsHandler):
         cache_enabled: Whether casts of weights are kept within a context; None for torch's default.
         convert_outputs_to_fp32: Whether the fp16 and bf16 outputs of a prepared model are converted to fp32.
             False keeps them in the precision that computed them: half the memory of large logits, and the
-            loss has to be computed in a precision that does (under `accelerator.autocast()`, torch's
+            loss must be computed in a precision that does (under `accelerator.autocast()`, torch's
             losses compute in fp32). Read when a model is prepared; an autocast block converts no outputs.
     """
 
@@ -48,7 +48,7 @@ class GradScalerKwargs(KwargsHandler):
         enabled: Whether to scale at all.
 
     Raises:
-        ValueError: If a value is outside of its range.
+        ValueError: If a value is outside its range.
     """
 
     init_scale: float = 65536.0

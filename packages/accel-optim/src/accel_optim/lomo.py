@@ -49,7 +49,7 @@ def check_lomo(optimizer: Any, *, num_processes: int, has_scaler: bool) -> None:
         has_scaler: Whether losses are scaled for fp16.
 
     Raises:
-        ValueError: If gradients have to be averaged or unscaled between backward and step.
+        ValueError: If gradients must be averaged or unscaled between backward and step.
     """
     if not steps_in_backward(optimizer):
         return
@@ -77,7 +77,7 @@ def lomo_backward(optimizer: Any | None, loss: torch.Tensor, learning_rate: floa
         num_steps: Micro-batches per optimizer step.
 
     Raises:
-        ValueError: If there is no such optimizer, or gradients would have to be accumulated.
+        ValueError: If there is no such optimizer, or gradients would must be accumulated.
     """
     if optimizer is None:
         raise ValueError(

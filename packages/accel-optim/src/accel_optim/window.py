@@ -264,7 +264,7 @@ class Window:
             self._weight.next_micro_batch()
 
     def _expected(self, window_weight: WindowWeight, gradients: Gradients) -> Weight:
-        """The expected total: the last one, or in the first window extrapolated from its first micro-batch."""
+        """The expected total: the last one, or extrapolated from the first micro-batch."""
         if self._estimate is None:
             assert window_weight.current is not None, "it was counted"
             total = gradients.total_weight(window_weight.current) * self.gradient_state.num_steps

@@ -120,7 +120,7 @@ class AcceleratorState(ProcessMethods):
 
     @property
     def process(self) -> ProcessInfo:
-        """The facts of this process."""
+        """This process."""
         return PartialState._process_info()
 
     @property

@@ -39,7 +39,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         The command, and the whole environment for it.
 
     Raises:
-        LaunchError: If the arguments ask for something that cannot be started.
+        LaunchError: If the arguments request something that cannot be started.
     """
     plan = plan_of(args)
     return list(plan.command), dict(plan.environ)
@@ -55,7 +55,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
         The whole environment; torch.distributed.run adds each worker's rank.
 
     Raises:
-        LaunchError: If the arguments ask for something that cannot be started.
+        LaunchError: If the arguments request something that cannot be started.
     """
     from accel_launch.launchers.torchrun import torchrun_environment
 
@@ -75,7 +75,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
         The command, and the whole environment for it.
 
     Raises:
-        LaunchError: If the arguments ask for something that cannot be started, or not for DeepSpeed.
+        LaunchError: If the arguments request something that cannot be started, or not for DeepSpeed.
     """
     plan = plan_of(args)
     if not plan.settings.value("use_deepspeed"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start what parsed arguments ask for.
+    """Start what parsed arguments request.
 
     One process replaces this one (exec) and so never returns; otherwise this returns when all workers have
     ended well.
@@ -108,7 +108,7 @@ def _warn_of_keys(settings: Settings) -> None:
 
 
 def plan_of(args: argparse.Namespace) -> LaunchPlan:
-    """Return what parsed arguments ask for, without starting it.
+    """Return what parsed arguments request, without starting it.
 
     Args:
         args: What `launch_command_parser().parse_args()` returned.
@@ -161,7 +161,7 @@ def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     launcher = LAUNCHERS[plan.launcher]
     if launcher.run:
         code = launcher.load("run")(plan)
-        # Not for 0: the caller may be a program, which goes on.
+        # Not for 0: the caller may be a program, which continues.
         if code:
             sys.exit(code)
         return

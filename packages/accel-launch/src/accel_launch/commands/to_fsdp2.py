@@ -35,7 +35,7 @@ def convert(config: LaunchConfig) -> tuple[LaunchConfig, list[str]]:
         The new config, and what changed, a line each.
 
     Raises:
-        ConfigError: If it is no config of FSDP version 1, or version 2 has nothing like what it asks for.
+        ConfigError: If it is no config of FSDP version 1, or version 2 has nothing like what it requests.
     """
     values = config.to_dict()
     where = config.path or "the config"
@@ -78,7 +78,7 @@ def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, A
     section["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
     changes = [f"fsdp_reshard_after_forward: {str(_RESHARDS[strategy]).lower()}, for {strategy}"]
     machines, processes = int(config.num_machines or 1), int(config.num_processes or 1)
-    # Version 1 replicates over machines and shards inside of each; version 2 takes that from a mesh.
+    # Version 1 replicates over machines and shards inside each; version 2 takes that from a mesh.
     if strategy.startswith("HYBRID") and machines > 1:
         axes = {"dp_replicate_size": machines, "dp_shard_size": processes // machines}
         mesh = {f"parallelism_config_{axis}": size for axis, size in axes.items()}

@@ -35,7 +35,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ConfigError: If a section that is rewritten is not one, or `fp16` is neither true nor false.
     """
-    # The caller's stay as they are; sections are made anew below.
+    # The caller's stay as they are; sections are made again below.
     values = dict(values)
     for name in ("dynamo_config", "tp_config", "parallelism_config"):
         # Checked here already, as keys are moved out of these and into them.
@@ -67,7 +67,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
             "parallelism_config_tp_size": size,
             **(values.get("parallelism_config") or {}),
         }
-    # Also an empty one, which asks for nothing.
+    # Also an empty one, which requests nothing.
     values.pop("tp_config", None)
     if values.get("gpu_ids") and isinstance(values["gpu_ids"], list):
         _note(where, f"gpu_ids: {values['gpu_ids']}", "use text such as 0,1")

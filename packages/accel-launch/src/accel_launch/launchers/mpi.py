@@ -99,7 +99,7 @@ def mpirun_command(plan: LaunchPlan, environ: Mapping[str, str], base: Mapping[s
         _check_slots(hostfile, total)
         command += ["--hostfile" if open_mpi else "-f", hostfile]
     elif open_mpi:
-        command.append("--oversubscribe")  # it counts cores, and the number was asked for
+        command.append("--oversubscribe")  # it counts cores, and the number was requested
     # Hydra, of all the others, passes the whole environment on by itself.
     command += [word for name in changed for word in ("-x", name)] if open_mpi else []
     return [*command, *plan.command]

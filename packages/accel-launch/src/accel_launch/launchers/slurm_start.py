@@ -37,7 +37,7 @@ def prepare_task(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
 
 
 def prepare_srun(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
-    """Return the srun that starts a launcher on each machine; outside a job it asks for one.
+    """Return the srun that starts a launcher on each machine; outside a job it requests one.
 
     Args:
         plan: What to start.

@@ -18,7 +18,7 @@ class Guard:
     """The launcher's handle on its guard process.
 
     Args:
-        detached: Let the guard be no child of this process, for one whose children are killed with it.
+        detached: Detach the guard from this process, for a process whose children are killed with it.
     """
 
     def __init__(self, *, detached: bool = False) -> None:
@@ -26,7 +26,7 @@ class Guard:
         with warnings.catch_warnings():
             # Python 3.12 warns when a program with threads forks; the child only reads a pipe and kills.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # fork, and no new program: starting Python anew takes longer than all that the child does.
+            # fork, and no new program: starting Python again takes longer than all that the child does.
             self._pid = os.fork()
         if self._pid == 0:
             if detached and os.fork():
@@ -47,7 +47,7 @@ class Guard:
         self._write(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Leave a process group alone, as it is gone.
+        """Stop watching a process group that has ended.
 
         Args:
             group: The group's id.
@@ -61,7 +61,7 @@ class Guard:
             os.waitpid(self._pid, 0)
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the run continues without
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the run continues without it
             # Shorter than PIPE_BUF, and so written as a whole.
             os.write(self._writing, line.encode())
 
@@ -73,8 +73,8 @@ def _watch(pipe: int) -> None:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(OSError):  # it can do its work without
-            _let_go(pipe)
+        with contextlib.suppress(OSError):  # it works without
+            _close_inherited(pipe)
         groups: set[int] = set()
         # Ends when the last writing end is closed, which the kernel does for a killed launcher too.
         with open(pipe, encoding="ascii") as lines:
@@ -88,8 +88,8 @@ def _watch(pipe: int) -> None:
         os._exit(0)
 
 
-def _let_go(pipe: int) -> None:
-    """Hold nothing of the launcher's but the pipe: readers of its output must see it end."""
+def _close_inherited(pipe: int) -> None:
+    """Close the launcher's descriptors except for the pipe: readers of its output must see it end."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

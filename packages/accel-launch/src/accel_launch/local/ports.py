@@ -8,19 +8,19 @@ import socket
 from accel_launch.errors import LaunchError
 
 DEFAULT_PORT = 29500
-"""Where processes meet if nothing says so: torch's own."""
+"""The default rendezvous port: torch's."""
 
 
 def reserve_port(port: int | None, source: str = "") -> socket.socket:
     """Bind a port without listening on it.
 
-    While the socket is open the kernel gives the port to nobody who asks for any free one, and yet a server
+    While the socket is open the kernel gives the port to nobody who requests any free one, and yet a server
     that sets SO_REUSEADDR, as torch's TCPStore does, can bind and listen on it: two sockets with that option
     share a port as long as neither listens.
 
     Args:
         port: The port; a free one if None or 0.
-        source: What asked for the port, for the error.
+        source: What requested the port, for the error.
 
     Returns:
         The bound socket; `getsockname()[1]` is the port. Keep it open until the run is over.

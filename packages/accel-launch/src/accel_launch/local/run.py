@@ -1,4 +1,4 @@
-"""Start the workers of one machine, look after them, and end them together.
+"""Start the workers of one machine, supervise them, and stop them together.
 
 Each worker has its own session, so a Ctrl-C reaches the launcher alone, which passes it on.
 """
@@ -82,7 +82,7 @@ def _worker_environment(plan: LaunchPlan, rank: int, port: int) -> dict[str, str
 
 
 def _open_standard_streams() -> None:
-    """Open what the caller closed (`2>&-`), or a pipe of ours gets its number and with it workers' output."""
+    """Open closed standard streams (`2>&-`), or a pipe gets their number and with it workers' output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A worker as its supervisor sees it, wherever it runs: how it ended, and when it is to be ended."""
+"""A worker as its supervisor sees it, on any machine: how it ended, and when it must be stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SupervisedWorker(ABC):
 
     Attributes:
         returncode: Its exit code, or minus the signal that ended it; None while it runs.
-        raised: The exception by which it ended, if it wrote it down.
+        raised: The exception that ended it, if it was recorded.
     """
 
     pid: int

@@ -95,7 +95,7 @@ class Worker(SupervisedWorker):
                 stdout=stdout,
                 stderr=stderr,
                 cwd=folder,
-                # A session, and so a group of its own: killpg reaches whatever the worker
+                # A session, and so its own group: killpg reaches whatever the worker
                 # starts, and Ctrl-C only this process.
                 start_new_session=True,
                 preexec_fn=_die_with_parent(heed),

@@ -18,7 +18,7 @@ _TORCHRUN = (
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_ERROR_FILE",
 )
-# What makes a process one worker of a run.
+# The variables that make a process a worker of a run.
 _RENDEZVOUS = (
     "RANK",
     "LOCAL_RANK",
@@ -42,7 +42,7 @@ _PLANNED = frozenset(
 def common_environment(
     settings: Settings, base: Mapping[str, str], *, gpus: str | None, threads: int | None
 ) -> dict[str, str]:
-    """Return what all workers share.
+    """Return the environment common to all workers.
 
     Args:
         settings: The effective settings.
@@ -57,11 +57,11 @@ def common_environment(
     environ = dict(base)
     for setting in SETTINGS.values():
         found = settings[setting.name]
-        given = found.is_set and found.source != Source.ENVIRONMENT
+        is_user_set = found.is_set and found.source != Source.ENVIRONMENT
         default = setting.always and not found.is_set and found.value not in (None, ())
         if not setting.from_environment or setting.name in _PLANNED or not settings.active(setting):
             continue
-        if given or default:
+        if is_user_set or default:
             env.put(environ, setting.spec.name, found.value)
     if settings.value("drop_in"):
         environ = drop_in_environment(environ)
@@ -95,7 +95,7 @@ def worker_environment(
     """Return the environment of one worker.
 
     Args:
-        common: What all workers share.
+        common: The environment common to all workers.
         place: The worker's rank and the number of workers, in all and on its machine.
         address: Where rank 0 listens.
         port: The port it listens on.
@@ -120,7 +120,7 @@ def worker_environment(
 
 
 def without_worker_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what would make its process a worker of another run.
+    """Return an environment without the variables that make a process a worker of another run.
 
     Args:
         environ: The environment.

@@ -14,7 +14,7 @@ from accel_launch.settings.schema import GROUPS, SETTINGS
 def explain_text(settings: Settings) -> str:
     """Return every effective setting with its value and where it came from, by group.
 
-    Settings of groups that are not switched on are left out unless they were given.
+    Settings of groups that are not switched on are left out unless they were set.
 
     Args:
         settings: The effective settings.
@@ -53,7 +53,7 @@ def _text(value: object) -> str:
 
 
 def dry_run_text(prepared: LauncherCommand, base: Mapping[str, str]) -> str:
-    """Return the command, and the environment as far as it differs from this process's, without secrets.
+    """Return the command, and the environment where it differs from this process's, without secrets.
 
     Args:
         prepared: What would be started.

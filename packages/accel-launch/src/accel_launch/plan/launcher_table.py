@@ -24,14 +24,14 @@ from accel_launch.settings.schema import SETTINGS
 
 @dataclass(frozen=True)
 class Launcher:
-    """A row of the table.
+    """An entry of the table.
 
     Args:
-        what: What it is, for messages.
+        what: Its name in messages.
         prepare: `module:function` that takes a Plan and an environment and returns a Prepared.
         run: `module:function` that takes a Plan, runs the workers and returns the exit code; empty for a
             program that takes this process's place.
-        unused: Flags that it has no use for.
+        unused: Flags that it ignores.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Launcher:
     unused: tuple[str, ...] = ()
 
     def load(self, function: str) -> Callable[..., Any]:
-        """Return a function of the row.
+        """Return one of its functions.
 
         Args:
             function: prepare or run.
@@ -52,7 +52,7 @@ class Launcher:
 
 
 def exec_launcher(prepared: LauncherCommand) -> NoReturn:
-    """Become another program; what was printed so far goes out first.
+    """Replace this process with the launcher program, after flushing its output.
 
     Args:
         prepared: The program.
@@ -61,7 +61,7 @@ def exec_launcher(prepared: LauncherCommand) -> NoReturn:
         LaunchError: If it is not there, or on Windows, where a program cannot replace another.
     """
     require_posix(f"Running {prepared.command[0]} in place of this program", "Run it yourself.")
-    # exec leaves what is in the buffers unwritten.
+    # exec does not write buffered output.
     sys.stdout.flush()
     sys.stderr.flush()
     for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # an ignored signal would stay so
@@ -126,7 +126,7 @@ LAUNCHERS: dict[LauncherName, Launcher] = {
 
 
 def choose_remote_launcher(settings: Settings) -> LauncherName | None:
-    """Choose a launcher for which this machine's devices do not count.
+    """Choose a launcher that does not depend on this machine's devices.
 
     Args:
         settings: The effective settings.
@@ -135,16 +135,16 @@ def choose_remote_launcher(settings: Settings) -> LauncherName | None:
         The launcher; None if the workers are this machine's.
     """
     if settings.value("launcher") == "ray":
-        wanted = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
-        _check_served(
+        needed = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
+        _check_supported(
             "Ray, which places the workers itself,",
-            [*wanted, *(["tpu"] if settings.value("tpu") else [])],
+            [*needed, *(["tpu"] if settings.value("tpu") else [])],
             settings,
         )
         return "ray"
     if settings.value("tpu") and settings.value("tpu_cluster"):
         return "pod"
-    # Before Slurm: a hostfile, or a launcher of DeepSpeed's, was asked for.
+    # Before Slurm: a hostfile, or a launcher of DeepSpeed's, was requested.
     if settings.value("use_deepspeed"):
         from accel_launch.launchers.deepspeed import is_needed
 
@@ -163,20 +163,20 @@ def choose_here(settings: Settings) -> LauncherName:
         settings: The effective settings, the number of processes included.
 
     Raises:
-        LaunchError: If what was asked for cannot serve the settings.
+        LaunchError: If the requested launcher does not support the settings.
     """
     launcher = settings.value("launcher")
     reasons = _reasons_for_torchrun(settings)
     if launcher == "mpirun" or (launcher == "auto" and settings.value("mpirun_hostfile") is not None):
         # The hostfile says how many machines there are.
-        _check_served("mpirun", [name for name in reasons if name != "num_machines"], settings)
+        _check_supported("mpirun", [name for name in reasons if name != "num_machines"], settings)
         return "mpirun"
     if settings.value("tpu"):  # torch_xla starts this machine's processes
-        wanted = [*reasons, *(["launcher"] if launcher != "auto" else [])]
-        _check_served("--tpu", wanted, settings)
+        needed = [*reasons, *(["launcher"] if launcher != "auto" else [])]
+        _check_supported("--tpu", needed, settings)
         return "exec"
     if launcher == "local":
-        _check_served("--launcher local", reasons, settings)
+        _check_supported("--launcher local", reasons, settings)
         return "local"
     if launcher == "torchrun" or reasons:
         return "torchrun"
@@ -185,26 +185,26 @@ def choose_here(settings: Settings) -> LauncherName:
 
 
 def _reasons_for_torchrun(settings: Settings) -> list[str]:
-    """Return the settings that this launcher cannot serve by itself."""
-    wanted = {
+    """Return the settings that need torchrun."""
+    needed = {
         "num_machines": settings.value("num_machines") != 1,
         "max_restarts": settings.value("max_restarts") > 0,
-        # One that was detected has a reason that is here too.
+        # A detected one has a reason that is listed here too.
         "rdzv_backend": settings.is_set("rdzv_backend") and settings.value("rdzv_backend") != "static",
         "rdzv_conf": bool(settings.value("rdzv_conf")),
     }
-    return [name for name, is_wanted in wanted.items() if is_wanted]
+    return [name for name, is_needed in needed.items() if is_needed]
 
 
-def _check_served(what: str, names: list[str], settings: Settings) -> None:
+def _check_supported(what: str, names: list[str], settings: Settings) -> None:
     if names:
-        given = ", ".join(f"{name}={settings.value(name)}" for name in names)
+        unsupported = ", ".join(f"{name}={settings.value(name)}" for name in names)
         remedy = "leave that out" if settings.value("tpu") else "leave that out, or give --launcher torchrun"
-        raise LaunchError(f"{what} cannot serve {given}; {remedy}.")
+        raise LaunchError(f"{what} does not support {unsupported}; {remedy}.")
 
 
 def warn_unused(settings: Settings, name: LauncherName) -> None:
-    """Warn of flags that the launcher has no use for.
+    """Warn about flags that the launcher ignores.
 
     Args:
         settings: The effective settings.

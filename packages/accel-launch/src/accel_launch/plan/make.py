@@ -1,4 +1,4 @@
-"""From settings to what will be started: how, how often, with which command and environment."""
+"""From settings to a plan: launcher, number of processes, command and environment."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def make_plan(
     """
     command = worker_command(settings, script, arguments, environ)
     launcher = choose_remote_launcher(settings)
-    if launcher is not None:  # this machine and its devices do not count
+    if launcher is not None:  # this machine's devices do not matter
         if settings.is_set("num_processes"):
             _check_mesh(settings)
             if launcher == "srun":  # or each of the launchers would say it
                 _per_machine(settings, 0, 0)
-        # 0: how many there are here is decided elsewhere.
+        # 0: their number here is decided elsewhere.
         mask, processes, machines = None, 0, _machine_range(settings)
     else:
         machine = machine or Machine.detect()
@@ -62,8 +62,8 @@ def make_plan(
         settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
     warn_unused(settings, launcher)
-    # Several workers get the variables of their own run in their place.
-    if launcher == "exec" and _is_a_run_of_its_own(settings, environ):
+    # Several workers get the variables of their own run instead.
+    if launcher == "exec" and _is_nested_run(settings, environ):
         environ = without_worker_variables(environ)
     environ = common_environment(
         settings,
@@ -88,21 +88,21 @@ def make_plan(
 
 
 def _choose_rendezvous(settings: Settings) -> Settings:
-    """Let workers that may start anew meet in a way that allows for it.
+    """Use c10d rendezvous when workers may restart.
 
-    In a static rendezvous torch keeps one store for all attempts, and a worker that is fast finds in it where
-    the others were in the attempt before.
+    In a static rendezvous torch keeps one store for all attempts, where a fast worker finds the addresses of
+    the previous attempt.
     """
     name = "rdzv_backend"
-    again = settings.value("max_restarts") > 0 or ":" in str(settings.value("num_machines"))
-    if not again or settings.value(name) != "static":
+    may_restart = settings.value("max_restarts") > 0 or ":" in str(settings.value("num_machines"))
+    if not may_restart or settings.value(name) != "static":
         return settings
     if not settings.is_set(name):
         return settings.replace(**{name: Effective("c10d", Source.DETECTED, "detected: restarts")})
     if settings.value("max_restarts"):
         warnings.warn(
             f"A restart can fail with {name}=static (from {settings[name].detail}): torch keeps the "
-            "addresses of the attempt before. Give --rdzv_backend c10d.",
+            "addresses of the previous attempt. Use --rdzv_backend c10d.",
             stacklevel=4,
         )
     return settings
@@ -131,8 +131,8 @@ def _machines(settings: Settings) -> tuple[int, int]:
 
 
 def _machine_range(settings: Settings) -> tuple[int, int]:
-    parts = [int(part) for part in str(settings.value("num_machines")).split(":")]
-    return parts[0], parts[-1]
+    bounds = [int(bound) for bound in str(settings.value("num_machines")).split(":")]
+    return bounds[0], bounds[-1]
 
 
 def _gpu_mask(settings: Settings, machine: Machine) -> str | None:
@@ -145,12 +145,12 @@ def _gpu_mask(settings: Settings, machine: Machine) -> str | None:
             warnings.warn("--gpu_ids is ignored with --cpu.", UserWarning, stacklevel=5)
         return None
     names = [name.strip() for name in str(ids.value).split(",")]
-    # What is no number is a UUID, which CUDA takes too.
+    # Anything else is a UUID, which CUDA accepts too.
     wrong = [name for name in names if name.isdigit() and int(name) >= machine.gpus]
     if wrong or not machine.gpus or not all(names) or len(set(names)) < len(names):
-        present = f"GPUs 0 to {machine.gpus - 1}" if machine.gpus else "no NVIDIA or AMD GPU"
+        available = f"GPUs 0 to {machine.gpus - 1}" if machine.gpus else "no NVIDIA or AMD GPU"
         raise LaunchError(
-            f"gpu_ids={ids.value} (from {ids.detail}) does not fit this machine, which has {present}. Name "
+            f"gpu_ids={ids.value} (from {ids.detail}) does not fit this machine, which has {available}. Name "
             "each GPU once, separated by commas, or leave gpu_ids out to use all."
         )
     return ",".join(names)
@@ -188,17 +188,17 @@ def _per_machine(settings: Settings, hosts: int, gpus: int) -> int:
         raise LaunchError(
             f"num_processes={total} (from {settings['num_processes'].detail}) over num_machines={machines} "
             f"(from {source}) leaves {total % machines} over; it counts all machines "
-            "together and must be a multiple of num_machines. For a run on this machine alone give "
+            "and must be a multiple of num_machines. For a run on this machine alone give "
             "--num_machines 1."
         )
-    here: int = total // machines
-    if gpus and here > gpus:
+    per_machine: int = total // machines
+    if gpus and per_machine > gpus:
         raise LaunchError(
-            f"num_processes={total} (from {settings['num_processes'].detail}) is {here} per machine, but "
-            f"only {gpus} GPUs are visible. Give --num_processes {gpus * machines}, make more GPUs visible "
-            "(--gpu_ids, CUDA_VISIBLE_DEVICES), or use --cpu."
+            f"num_processes={total} (from {settings['num_processes'].detail}) is {per_machine} per machine, "
+            f"but only {gpus} GPUs are visible. Give --num_processes {gpus * machines}, make more GPUs "
+            "visible (--gpu_ids, CUDA_VISIBLE_DEVICES), or use --cpu."
         )
-    return here
+    return per_machine
 
 
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -210,7 +210,7 @@ def _check_mesh(settings: Settings) -> None:
         return
     sizes = {axis: settings.value(f"parallelism_config_{axis}_size") for axis in _AXES}
     product, total = math.prod(sizes.values()), settings.value("num_processes")
-    # All axes are 1 by default, and then nothing was asked for.
+    # All axes are 1 by default, and then nothing was requested.
     if product not in (1, total):
         shown = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1)
         raise LaunchError(
@@ -221,24 +221,24 @@ def _check_mesh(settings: Settings) -> None:
 
 
 def _mesh_sources(settings: Settings) -> str:
-    found = [settings[f"parallelism_config_{axis}_size"] for axis in _AXES]
-    return ", ".join(dict.fromkeys(each.detail for each in found if each.is_set))
+    sizes = [settings[f"parallelism_config_{axis}_size"] for axis in _AXES]
+    return ", ".join(dict.fromkeys(each.detail for each in sizes if each.is_set))
 
 
-def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool:
-    """Return whether a worker of another run starts one process that is not to take part in that run.
+def _is_nested_run(settings: Settings, environ: Mapping[str, str]) -> bool:
+    """Return whether a worker of another run starts one process that should not participate in that run.
 
-    A number on the command line says so. Without one, `torchrun ... accel launch script.py` means that the
+    A number on the command line means that. Without one, `torchrun ... accel launch script.py` means that the
     script is the worker, and the config file of a user is not about that.
     """
     return "LOCAL_RANK" in environ and settings["num_processes"].source == Source.FLAG
 
 
 def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
-    """Share the cores among several workers, as each would otherwise use all of them."""
+    """Split the cores among the workers, as each would otherwise use all of them."""
     if settings.is_set("num_cpu_threads_per_process") or processes == 1:
         return settings
-    # Otherwise each of n processes starts as many threads as there are cores, and they fight for them.
+    # Otherwise each of n processes starts as many threads as there are cores, and they compete for them.
     threads = max(cores // processes, 1)
     detail = f"detected: {cores} cores over {processes} processes"
     return settings.replace(num_cpu_threads_per_process=Effective(threads, Source.DETECTED, detail))

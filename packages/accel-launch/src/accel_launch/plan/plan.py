@@ -1,4 +1,4 @@
-"""The plan of a run on this machine, and the program that starts it: values alone."""
+"""The plan of a run on this machine, and the program that starts it: plain values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LaunchPlan:
         arguments: Its arguments.
         command: What one worker runs.
         environ: The environment that all workers share.
-        processes: Workers on this machine; 0 where that is found out elsewhere.
+        processes: Workers on this machine; 0 if that is decided elsewhere.
         machines: Smallest and largest number of machines.
     """
 
@@ -40,7 +40,7 @@ class LaunchPlan:
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Nothing to wait for."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class LauncherCommand:
     """The program that starts the workers.
 
     Args:
-        command: The program and its arguments; of a launcher that supervises workers, what rank 0 runs.
+        command: The program and its arguments; for a launcher that supervises workers, rank 0's.
         environ: Its environment.
-        note: One line on what it is.
+        note: A one-line description.
         port_socket: A socket that reserves the port until the program ends.
-        wait: Called before it is started; raises LaunchError if that would be in vain.
+        wait: Called before it is started; raises LaunchError if it cannot work.
     """
 
     command: Sequence[str]

@@ -1,4 +1,4 @@
-"""`accel launch` as a command for another machine: what was given here, given again there."""
+"""`accel launch` as a command for another machine, with the same flags."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def accel_launch_command(
     """Return the command: flags, the script and its arguments.
 
     Args:
-        plan: What this launcher was asked for.
+        plan: The plan of this launcher.
         without: Settings whose flags are left out.
-        program: What stands for `accel`; this Python's by default.
-        sources: Where the settings come from that become flags; the others are found there as they were here.
+        program: The command for `accel`; this Python's by default.
+        sources: Where the settings come from that become flags; the others are read there as they were here.
     """
     command = [*program, "launch"]
     for setting in SETTINGS.values():

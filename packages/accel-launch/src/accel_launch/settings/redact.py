@@ -1,6 +1,6 @@
-"""Leave secrets out of what is printed: tokens, keys and passwords, known by the names they have.
+"""Redact secrets in printed text: tokens, keys and passwords, recognised by their names.
 
-What is started has them as they are; what is shown has `***` in their place.
+Started programs get the real values; printed text has `***` instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HARMLESS = re.compile(
     re.IGNORECASE,
 )
 _CLOSED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
-_UNCLOSED = r"""'[^']*\Z|"(?:\\.?|[^"\\])*\Z"""  # it holds all the rest
+_UNCLOSED = r"""'[^']*\Z|"(?:\\.?|[^"\\])*\Z"""  # it takes all the rest
 _SHELL_VALUE = re.compile(rf"""(?:{_CLOSED}|\\.?|[^\s;'"\\]+)+|{_UNCLOSED}""", re.DOTALL)
 _JSON_VALUE = re.compile(
     rf"""(?:{_CLOSED})+|\\".*?(?:\\"|\Z)|(?:\\[^"']|[^\s;'"\\])+|{_UNCLOSED}""", re.DOTALL
@@ -40,7 +40,7 @@ _IN_ADDRESS = re.compile(r"(?<=\w)://[^\s/]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the value of a variable, flag or key is not to be shown.
+    """Return whether the value of a variable, flag or key must not be shown.
 
     Args:
         name: Such as `HF_TOKEN`, `--api-key` or `aws_secret_access_key`.
@@ -68,27 +68,27 @@ def redact_text(text: str) -> str:
             masked = redact_values(found)
             # Unchanged where nothing is secret, with the user's own spacing.
             return text if masked == found else json.dumps(masked)
-    return _IN_ADDRESS.sub(f"://{MASK}@", _mask_named(text))
+    return _IN_ADDRESS.sub(f"://{MASK}@", _redact_named(text))
 
 
-def _mask_named(text: str) -> str:
-    """Return text with masked values, in one pass: its length counts once, whatever it holds."""
-    parts: list[str] = []
+def _redact_named(text: str) -> str:
+    """Return text with redacted values, in linear time."""
+    pieces: list[str] = []
     done = 0
     while word := _WORD.search(text, done):
         value = _find_value(text, word) if _is_secret_word(word[0]) else None
         if value is None:
-            parts.append(text[done : word.end()])
+            pieces.append(text[done : word.end()])
             done = word.end()
         else:
             begin, end, shown = value
-            parts += text[done:begin], shown
+            pieces += text[done:begin], shown
             done = end
-    return "".join([*parts, text[done:]])
+    return "".join([*pieces, text[done:]])
 
 
 def _find_value(text: str, name: re.Match[str]) -> tuple[int, int, str] | None:
-    """Return where a secret's value begins and ends and what stands for it, if it has one."""
+    """Return start and end of a secret's value, and its replacement, if it has one."""
     at = name.end()
     if colon := _COLON.match(text, at):
         begin, end = colon.end(), _json_value_end(text, colon.end())
@@ -124,15 +124,15 @@ def _bracket_end(text: str, begin: int) -> int:
     return len(text)
 
 
-def redact_command(words: Sequence[str]) -> list[str]:
+def redact_command(arguments: Sequence[str]) -> list[str]:
     """Return a command with `***` for the values of secret flags and assignments.
 
     Args:
-        words: The program and its arguments.
+        arguments: The program and its arguments.
     """
     masked: list[str] = []
     one = more = False  # whether this word, and those up to the next flag, are values of a secret flag
-    for word in words:
+    for word in arguments:
         if (one and not word.startswith("--")) or (more and not word.startswith("-")):
             masked.append(MASK)
             one = False

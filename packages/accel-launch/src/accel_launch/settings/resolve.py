@@ -109,7 +109,7 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
     """Give every setting its effective value.
 
     Args:
-        args: The parsed flags; None, or no attribute, where a flag was not given.
+        args: The parsed flags; None, or no attribute, if a flag was not passed.
         config: The config file's content, if there is a file.
         environ: The environment.
 
@@ -151,7 +151,7 @@ def _effective(
     cluster: Mapping[str, tuple[Any, str]],
 ) -> Effective:
     flag = getattr(args, setting.name, None)
-    # Switches are None where they were not given: a False was asked for by `=false`.
+    # Switches are None if they were not passed: False means `=false`.
     if flag is not None:
         return Effective(flag, Source.FLAG, setting.flag)
     variable = setting.spec.name
@@ -184,10 +184,10 @@ _KINDS = {
 
 
 def _apply_kind(settings: Settings, config: LaunchConfig) -> Settings:
-    """Let the config's distributed_type and sections switch on what they stand for."""
+    """Switch on the settings that the config's distributed_type and sections imply."""
     changes: dict[str, Effective] = {}
     kind = _KINDS.get(config.distributed_type)
-    # Another kind was asked for by a flag or a variable: the file's own kind is dropped.
+    # A flag or a variable requested another kind: the file's kind is dropped.
     chosen = any(settings.value(name) and settings.is_set(name) for name in _KINDS.values() if name != "cpu")
     if kind is not None and not settings.is_set(kind) and not chosen:
         changes[kind] = Effective(True, Source.CONFIG, f"{config.path} (distributed_type)")
@@ -207,8 +207,8 @@ _EXCLUSIVE = (
 
 
 def _resolve_exclusive(settings: Settings) -> Settings:
-    """Where two settings exclude each other the nearer source wins; from one source they are an error."""
-    # Of different sources the higher one has been asked for later, as a flag over a config file.
+    """If two settings exclude each other, the higher source wins; from one source they are an error."""
+    # The higher source is the later request, such as a flag over a config file.
     for names in _EXCLUSIVE:
         on = sorted((n for n in names if settings.value(n)), key=lambda n: -settings[n].source)
         if len(on) > 1 and settings[on[0]].source == settings[on[1]].source:

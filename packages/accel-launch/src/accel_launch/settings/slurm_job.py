@@ -1,4 +1,4 @@
-"""The facts of a Slurm job: what an allocation's environment says about a run.
+"""Reading a Slurm job: the run that an allocation's environment describes.
 
 A process is in one of three places:
 
@@ -36,7 +36,7 @@ class Step:
         place: Rank and size among the step's tasks, in all and on this machine.
         address: The first machine.
         port: A port for rank 0 that no other step or job will take; None for the default.
-        cores: CPU cores per task, as asked for; else this machine's share.
+        cores: CPU cores per task, as requested; else this machine's cores divided by its tasks.
     """
 
     role: Literal["machine", "worker", "batch"]
@@ -123,10 +123,10 @@ def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> St
 
     Args:
         environ: The environment.
-        flag: Returns the value of a setting's flag, None where it was not given.
+        flag: Returns the value of a setting's flag, None if it was not passed.
 
     Returns:
-        The place; None outside a job, and where the flags ask for something else than the step is.
+        The place; None outside a job, and where the flags request something else than the step is.
 
     Raises:
         LaunchError: If each task would start several processes.
@@ -143,14 +143,14 @@ def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> St
     if step.role != "worker":
         follows = {"machine": ("auto", "torchrun"), "batch": ("auto", "srun")}[step.role]
         return step if launcher in follows else None
-    asked, tasks = flag("num_processes"), step.place.world_size
+    requested, tasks = flag("num_processes"), step.place.world_size
     if launcher != "auto":
         return None
-    if asked not in (None, tasks):
+    if requested not in (None, tasks):
         raise LaunchError(
-            f"--num_processes {asked}, but srun started {tasks} tasks on {step.nodes} machine(s), each one a "
-            "process. Leave the flag out; or start one task per machine with `srun --ntasks-per-node=1`, "
-            "whose launcher starts its machine's processes."
+            f"--num_processes {requested}, but srun started {tasks} tasks on {step.nodes} machine(s), each "
+            "one a process. Leave the flag out; or start one task per machine with `srun "
+            "--ntasks-per-node=1`, whose launcher starts its machine's processes."
         )
     return step
 
@@ -194,10 +194,10 @@ def first_host(nodelist: str) -> str:
     Raises:
         LaunchError: If it names none.
     """
-    found = re.match(r"([^\[,\s]+)(?:\[(\d+)[^\]]*\]([^,\[\s]*))?", nodelist)
-    if found is None:
+    match = re.match(r"([^\[,\s]+)(?:\[(\d+)[^\]]*\]([^,\[\s]*))?", nodelist)
+    if match is None:
         raise LaunchError(
             f"Slurm's list of machines is {nodelist!r}, which names none. Give --main_process_ip."
         )
     # The name before the bracket, the first number in it, and what follows it, as in rack[1-2]n1.
-    return "".join(part for part in found.groups() if part)
+    return "".join(part for part in match.groups() if part)

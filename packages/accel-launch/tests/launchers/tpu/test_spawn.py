@@ -84,7 +84,7 @@ def test_what_torch_xla_cannot_do_is_refused(start: Start) -> None:
     code, _, error = start("launch", "--tpu", "--max_restarts", "1", script="pass\n").finish()
 
     assert code == 2
-    assert "--tpu cannot serve max_restarts=1; leave that out." in error
+    assert "--tpu does not support max_restarts=1; leave that out." in error
 
 
 def test_a_function_that_is_not_there_is_named(start: Start, stand_in: dict[str, str]) -> None:

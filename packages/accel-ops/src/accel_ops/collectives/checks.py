@@ -21,7 +21,7 @@ def require_group(operation: str, process: ProcessInfo) -> dist.ProcessGroup:
 
     Args:
         operation: Name of the collective.
-        process: The facts of this process; it is one of several.
+        process: This process; it is one of several.
 
     Returns:
         The group.
@@ -78,7 +78,7 @@ def require_devices(operation: str, data: Any, devices: Iterable[torch.device], 
         operation: Name of the collective.
         data: The tree that the tensors come from.
         devices: The devices of its tensors.
-        process: The facts of this process.
+        process: This process.
 
     Raises:
         ValueError: If a device is not one of the process group's.

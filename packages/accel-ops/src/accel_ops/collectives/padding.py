@@ -59,7 +59,7 @@ def pad_across_processes(
     require_group("pad_across_processes", process)
     # The sizes of all leaves, in one collective.
     sizes = torch.tensor([leaves[i].shape[dim] for i in padded], dtype=torch.int64, device=process.device)
-    # The same on every process, as trees of one structure are asked for.
+    # The same on every process, as trees of one structure are requested.
     if padded:
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
     for i, size in zip(padded, sizes.tolist(), strict=True):

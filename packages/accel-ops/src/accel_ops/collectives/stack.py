@@ -70,7 +70,7 @@ class Kind:
         try:
             return self._kept.pop()  # one call, so that two threads never get the same ones
         except IndexError:
-            with torch.inference_mode(False):  # buffers made inside of it could not be written outside
+            with torch.inference_mode(False):  # buffers made inside it could not be written outside
                 return self._make_buffers()
 
     def keep(self, buffers: Buffers) -> None:

@@ -57,7 +57,7 @@ def check(
     Args:
         operation: Name of the collective.
         data: The tree that it communicates; its structure and dtypes must agree.
-        process: The facts of this process.
+        process: This process.
         detail: Arguments that must agree, as text.
         shapes: Whether the shapes must agree too, not just the numbers of dimensions.
         one_place: Whether all processes must come from the same line of code. An operation to which processes

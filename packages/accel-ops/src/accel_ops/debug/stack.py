@@ -116,7 +116,7 @@ def describe_location(thread_id: int) -> str:
         thread_id: Its `threading.get_ident()`.
 
     Returns:
-        File, line and function of the innermost frame, and of the innermost one outside of libraries.
+        File, line and function of the innermost frame, and of the innermost one outside libraries.
     """
     frame = sys._current_frames().get(thread_id)
     if frame is None:

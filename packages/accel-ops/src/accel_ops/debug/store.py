@@ -54,7 +54,7 @@ class Session:
 
     Args:
         base: The process group's store.
-        process: The facts of this process.
+        process: This process.
     """
 
     def __init__(self, base: Store, process: ProcessInfo) -> None:
@@ -270,7 +270,7 @@ def current_session(process: ProcessInfo) -> Session:
     """Return the session of the current process group; one is started if there is none.
 
     Args:
-        process: The facts of this process.
+        process: This process.
 
     Raises:
         RuntimeError: If there is no process group.

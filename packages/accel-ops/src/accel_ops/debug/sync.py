@@ -79,7 +79,7 @@ def verify_sync(
         buffers: Whether to compare buffers too, also those that are not saved. Running statistics of batch
             norm differ between processes between the forward passes of DDP.
         rng: Whether to compare the random generators of Python, NumPy, torch and the device.
-        process: The facts of this process; the current one by default.
+        process: This process; the current one by default.
         is_shard: Returns whether each process has its own shard of a tensor, which is then not compared.
 
     Returns:

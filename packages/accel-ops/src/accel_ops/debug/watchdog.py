@@ -58,7 +58,7 @@ class Watchdog:
     With one process it is a no-op.
 
     Args:
-        process: The facts of this process.
+        process: This process.
         timeout_s: The limit, in seconds.
         abort: End every process after the report, with exit code 1.
 

@@ -125,7 +125,7 @@ def recursively_apply(
     return _apply(data, data, func, test_type, error_on_other_type, args, kwargs)
 
 
-# A function inside of another one that calls itself would be a cycle, and keep the tensors that it saw until
+# A function inside another one that calls itself would be a cycle, and keep the tensors that it saw until
 # the garbage collector runs.
 def _apply(
     node: Any,

@@ -38,7 +38,7 @@ DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {
         spec.type: spec
         for spec in (
-            # Not tried for availability by an import alone: xla_is_available asks for
+            # Not tried for availability by an import alone: xla_is_available checks
             # the hardware behind torch_xla.
             DeviceSpec(
                 "xla",

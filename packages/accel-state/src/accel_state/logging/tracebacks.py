@@ -1,4 +1,4 @@
-"""Tracebacks of uncaught exceptions through rich, where the environment asks for them.
+"""Tracebacks of uncaught exceptions through rich, where the environment requests them.
 
 Standard library and rich only.
 """

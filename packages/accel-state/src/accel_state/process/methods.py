@@ -156,7 +156,7 @@ class ProcessMethods:
             TypeError: If the inputs are of another type.
             ValueError: If the values of a dictionary differ in length.
         """
-        # A context manager, as documented, although nothing has to be undone.
+        # A context manager, as documented, although nothing must be undone.
         yield split(inputs, self.process_index, self.num_processes, apply_padding)
 
     @overload

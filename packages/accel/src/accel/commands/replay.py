@@ -28,7 +28,7 @@ def replay_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
     Args:
         subparsers: What `ArgumentParser.add_subparsers()` returned, to add `replay` there; by default the
-            parser is one of its own.
+            parser otherwise.
 
     Returns:
         The parser. Its namespace is for `replay_command`, which it has as `func`.

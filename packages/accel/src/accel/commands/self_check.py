@@ -87,13 +87,13 @@ def _check_training(accelerator: Accelerator) -> None:
 
 
 def _check_checkpoint(accelerator: Accelerator) -> None:
-    """Training that was saved and loaded goes on exactly as if nothing had happened."""
+    """Training that was saved and loaded continues exactly as if nothing had happened."""
     with _shared_folder(accelerator) as folder:
         training = _train(accelerator)
         for _ in range(_STEPS // 2):
             next(training)
         accelerator.save_state(folder)
-        straight = list(training)  # goes on from the same objects, which load_state then takes back
+        straight = list(training)  # continues from the same objects, which load_state then takes back
         accelerator.load_state(folder)
         resumed = list(_continue(accelerator, _STEPS // 2))
         accelerator.wait_for_everyone()  # before the folder goes

@@ -18,7 +18,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
     """Return the parser of `accel test`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `test` there; a parser of its own
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `test` there; its own parser
             by default.
 
     Returns:

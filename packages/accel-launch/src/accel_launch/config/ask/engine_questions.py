@@ -141,7 +141,7 @@ def _mesh_axis(axis: str) -> Question:
 
 
 def _zero(stage: int) -> Test:
-    """Return a test of whether the questions ask for a ZeRO stage, or a higher one."""
+    """Return a test of whether the questions request a ZeRO stage, or a higher one."""
     # -1: the question was not asked, because DeepSpeed's own file says it.
     return lambda answers: bool(answers.get("zero_stage", -1) >= stage)
 

@@ -26,7 +26,7 @@ def tpu_questions() -> list[Question]:
             when=lambda answers: not answers["command_file"],
         ),
     ]
-    # torch_xla calls a function in each process, where other launchers start the script anew.
+    # torch_xla calls a function in each process, where other launchers start the script again.
     function = ask("main_training_function", "Function of the script that each process runs?", when=is_tpu)
     return [*asked_if(answered("place", "pod"), pod), function]
 

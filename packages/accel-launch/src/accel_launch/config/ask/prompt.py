@@ -199,7 +199,7 @@ class TerminalPrompt:
                 shown = typed or f"\x1b[2m{default}\x1b[22m"
                 lines = wrap(title)
                 _write(_up(above) + "\r\x1b[J" + "\r\n".join(lines) + f" {shown}")
-                # What is typed goes on in the next line where this one ends.
+                # What is typed continues in the next line where this one ends.
                 length = len(lines[-1]) + 1 + len(typed or default)
                 above = len(lines) - 1 + (length - 1) // shutil.get_terminal_size().columns
                 key = _key()

@@ -73,7 +73,7 @@ class RayWorker:
 
         Args:
             port: The port; a free one if None or 0.
-            source: What asked for it, for the error.
+            source: What requested it, for the error.
 
         Raises:
             LaunchError: If it is in use.
@@ -99,7 +99,7 @@ class RayWorker:
             address: This machine's address, where there are others.
 
         Yields:
-            Its output as it comes, then its exit code; it goes on until nothing of its group is left.
+            Its output as it comes, then its exit code; it continues until nothing of its group is left.
         """
         # The launcher's Python may have another path on that machine.
         command = [sys.executable if command[0] == python else command[0], *command[1:]]

@@ -245,7 +245,7 @@ def _start(
         # All GPUs of the run on this machine, as on any: a worker takes the one of its local rank.
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
     base = env.snapshot()
-    # Variables of the table always: the other machine may have values of its own for them.
+    # Variables of the table always: the other machine may have its own values for them.
     changes = {name: text for name, text in environ.items() if name in VARIABLES or base.get(name) != text}
     channel = state.output.open(rank)
     events = seat.actor.run.options(

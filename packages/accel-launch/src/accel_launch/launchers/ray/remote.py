@@ -35,7 +35,7 @@ class RayRemote(SupervisedWorker):
         self._thread: threading.Thread | None = None
 
     def start(self, events: Any, channel: Channel, wake: Callable[[], None]) -> None:
-        """Call `follow` in a thread of its own.
+        """Call `follow` in its own thread.
 
         Args:
             events: As for `follow`.

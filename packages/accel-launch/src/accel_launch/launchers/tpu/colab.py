@@ -40,7 +40,7 @@ def _in_colab() -> bool:
 
 
 def _installed_torch() -> str:
-    # In a process of its own: this one may have imported the version from before the upgrade.
+    # In its own process: this one may have imported the version from before the upgrade.
     code = "from importlib.metadata import version; print(version('torch'))"
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True

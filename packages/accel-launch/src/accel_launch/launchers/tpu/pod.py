@@ -28,7 +28,7 @@ _HERE = (
 def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
     """Return the gcloud command that starts a launcher on each machine of the pod.
 
-    The script has to be there, at the same path from the home folder; `accel tpu-config` can put it there.
+    The script must be there, at the same path from the home folder; `accel tpu-config` can put it there.
 
     Args:
         plan: What to start.

@@ -22,7 +22,7 @@ from accel_state.imports.packages import install_hint
 
 @dataclass(frozen=True)
 class Call:
-    """A function of a script, found anew in each process.
+    """A function of a script, found again in each process.
 
     Args:
         function: Its name.

@@ -1,4 +1,4 @@
-"""The file in which a worker writes the exception by which it ends; see `accel_state.process.failure`."""
+"""The file in which a worker records the exception that ends it; see `accel_state.process.failure`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Raised:
 
 
 def read_record(path: Path) -> Raised | None:
-    """Return what a worker wrote down.
+    """Return the exception that a worker recorded.
 
     Args:
         path: The file, which is there if there was an exception.

@@ -101,7 +101,7 @@ def _fold(frames: list[tuple[str | None, list[str]]], folders: dict[str, str]) -
     def library(frame: tuple[str | None, list[str]]) -> str | None:
         return next((name for folder, name in folders.items() if (frame[0] or "").startswith(folder)), None)
 
-    # The last frame is where it happened, also inside of a library.
+    # The last frame is where it happened, also inside a library.
     *before, last = frames
     for in_library, run in groupby(before, key=lambda frame: library(frame) is not None):
         found = list(run)

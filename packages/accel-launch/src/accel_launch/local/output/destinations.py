@@ -64,7 +64,7 @@ class Output:
 
     @classmethod
     def of(cls, plan: LaunchPlan, *, captured: bool = False) -> Output:
-        """Make the output that a plan's settings ask for, and its folder.
+        """Make the output that a plan's settings request, and its folder.
 
         Args:
             plan: The plan.

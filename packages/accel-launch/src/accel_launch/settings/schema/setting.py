@@ -11,7 +11,7 @@ from accel_state.env import Variable
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together and count only when one of them, or another setting, says so.
+    """Related settings that only apply when one of them, or another setting, enables them.
 
     Args:
         title: Heading in `--help`.
@@ -36,7 +36,7 @@ class Setting:
         name: The flag's name without dashes, which is also the attribute of the parsed arguments.
         group: Key into the table of groups.
         switch: The flag takes no value; its presence means true.
-        repeated: The flag may be given several times; the values make a list.
+        repeated: The flag may be repeated; the values make a list.
         short: A one-letter spelling such as `-m`.
         section: The config file's section that holds the key; empty for the top level.
         key: The key in the config file; empty if it cannot stand there.
@@ -81,11 +81,11 @@ class Setting:
         """One line on what it does."""
         return self.note or self.spec.help
 
-    def parse(self, given: Any) -> Any:
+    def parse(self, raw: Any) -> Any:
         """Read a value given by a flag, a variable or a config file.
 
         Args:
-            given: Text, or what YAML or JSON made of it.
+            raw: Text, or a value from YAML or JSON.
 
         Returns:
             The value, by kind.
@@ -95,22 +95,22 @@ class Setting:
         """
         # A flag that may be repeated has a list already; a variable or a key may have one value.
         if self.repeated:
-            return [str(item) for item in given] if isinstance(given, (list, tuple)) else [str(given)]
+            return [str(item) for item in raw] if isinstance(raw, (list, tuple)) else [str(raw)]
         try:
-            text = self._text(given)
+            text = self._text(raw)
             return self.convert(text) if self.convert else self.spec.parse(text)
         except ValueError:
-            raise ValueError(f"{given!r} is not allowed; allowed: {self._allowed()}.") from None
+            raise ValueError(f"{raw!r} is not allowed; allowed: {self._allowed()}.") from None
 
-    def _text(self, given: Any) -> str:
-        if given is False and self.spec.kind == "str":
+    def _text(self, raw: Any) -> str:
+        if raw is False and self.spec.kind == "str":
             return "no"  # YAML 1.1 reads an unquoted NO as false
-        if isinstance(given, (list, tuple)) and self.spec.kind in ("list", "flags"):
-            return ",".join(map(str, given))
+        if isinstance(raw, (list, tuple)) and self.spec.kind in ("list", "flags"):
+            return ",".join(map(str, raw))
         # str() of a container would be accepted as text.
-        if isinstance(given, (dict, list, tuple)):
-            raise ValueError(given)
-        return str(given)
+        if isinstance(raw, (dict, list, tuple)):
+            raise ValueError(raw)
+        return str(raw)
 
     def _allowed(self) -> str:
         if self.allowed:
