@@ -248,7 +248,7 @@ def test_the_command_estimates_a_mesh_by_the_plan_of_the_model(
     assert set(found["mesh_bytes"]["int8"].values()) == {None}
 
     _, out, _ = accel(".", "--dtypes", "float32", "--dp_shard_size", "2")  # headers are enough without a plan
-    assert "dp_replicate 1 x dp_shard 2 x cp 1 x tp 1, on the process that has the most" in out
+    assert "dp_replicate 1 x dp_shard 2 x cp 1 x tp 1, on the process that needs the most" in out
     assert " ".join(out.splitlines()[-3].split()) == "float32 0.51 0.51 1.02 2.05 0.00 0.00 4.10"
 
     for arguments, message in (

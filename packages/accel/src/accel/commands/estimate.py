@@ -26,8 +26,8 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel estimate-memory`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `estimate-memory` there; a parser
-            of its own by default.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `estimate-memory` there; by
+            default a separate parser.
 
     Returns:
         The parser. Its namespace is for `estimate_command`, which it has as `func`.
@@ -122,19 +122,19 @@ def estimate_command(args: argparse.Namespace) -> None:
     )
     if mesh is not None and over is not None:
         axes = " x ".join(f"{axis} {count}" for axis, count in asdict(mesh).items())
-        print(f"Training on a mesh of {axes}, on the process that has the most\n\n{_table(over, scale)}\n")
+        print(f"Training on a mesh of {axes}, on the process that needs the most\n\n{_table(over, scale)}\n")
     print(
-        "Without activations, which grow with the batch, and what the optimizer's step holds while it "
-        "computes. Mixed precision trains float32 parameters."
+        "Without activations, which grow with the batch, and the temporary memory of the optimizer's "
+        "step. Mixed precision trains float32 parameters."
     )
 
 
 def _mesh_of(args: argparse.Namespace) -> MeshSizes | None:
-    given = {axis: size for axis in _AXES if (size := getattr(args, f"{axis}_size")) is not None}
-    for axis, size in given.items():
+    sizes = {axis: size for axis in _AXES if (size := getattr(args, f"{axis}_size")) is not None}
+    for axis, size in sizes.items():
         if size < 1:
             raise ValueError(f"--{axis}_size {size} is not allowed; allowed: 1 or more.")
-    return MeshSizes(**given) if given else None
+    return MeshSizes(**sizes) if sizes else None
 
 
 def _processes_of(args: argparse.Namespace, mesh: MeshSizes | None) -> int:

@@ -27,8 +27,8 @@ def replay_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel replay`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `replay` there; by default the
-            parser otherwise.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `replay` there; by default a
+            separate parser.
 
     Returns:
         The parser. Its namespace is for `replay_command`, which it has as `func`.

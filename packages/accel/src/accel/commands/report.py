@@ -14,8 +14,8 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel report`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `report` there; a parser of its
-            own by default.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `report` there; by default a
+            separate parser.
 
     Returns:
         The parser. Its namespace is for `report_command`, which it has as `func`.

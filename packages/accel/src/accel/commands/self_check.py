@@ -33,23 +33,23 @@ def _expect(true: bool, what: str) -> None:
 
 
 def _check_processes(accelerator: Accelerator) -> None:
-    """Every rank is there once, and they share out work without loss."""
+    """Every rank exists once, and they split work without loss."""
     size = accelerator.num_processes
     ranks = gather_object([accelerator.process_index])
     _expect(sorted(ranks) == list(range(size)), f"ranks are {ranks}, not 0 to {size - 1}")
-    with accelerator.split_between_processes(list(range(2 * size + 1))) as share:
-        everything = gather_object(list(share))
-    _expect(everything == list(range(2 * size + 1)), f"shares of 0 to {2 * size} add up to {everything}")
+    with accelerator.split_between_processes(list(range(2 * size + 1))) as items:
+        everything = gather_object(list(items))
+    _expect(everything == list(range(2 * size + 1)), f"slices of 0 to {2 * size} add up to {everything}")
 
 
 def _check_collectives(accelerator: Accelerator) -> None:
-    """Gather, reduce, broadcast and padding move the right numbers."""
+    """Gather, reduce, broadcast and padding return the right numbers."""
     rank, size = accelerator.process_index, accelerator.num_processes
-    mine = torch.full((2,), float(rank), device=accelerator.device)
+    local = torch.full((2,), float(rank), device=accelerator.device)
     everyone = [float(r) for r in range(size) for _ in range(2)]
-    gathered = accelerator.gather(mine).tolist()
+    gathered = accelerator.gather(local).tolist()
     _expect(gathered == everyone, f"gather returned {gathered}, not {everyone}")
-    total = accelerator.reduce(mine, "sum").tolist()
+    total = accelerator.reduce(local, "sum").tolist()
     expected = [size * (size - 1) / 2] * 2
     _expect(total == expected, f"reduce returned {total}, not {expected}")
     holder = broadcast_object_list([{"from": rank}])
@@ -61,7 +61,7 @@ def _check_collectives(accelerator: Accelerator) -> None:
 
 
 def _check_sharding(accelerator: Accelerator) -> None:
-    """Every sample of a loader comes once, also where batches do not come out even, and shuffled alike."""
+    """Every sample of a loader comes once, also with uneven batches, and in the same shuffled order."""
     samples = _BATCH * accelerator.num_processes * 3 + 1  # the last step is not full
     for shuffle in (False, True):
         loader = accelerator.prepare(
@@ -74,7 +74,7 @@ def _check_sharding(accelerator: Accelerator) -> None:
 
 
 def _check_training(accelerator: Accelerator) -> None:
-    """The losses of all processes together are those of a plain loop on one process over the same samples."""
+    """The losses of all processes are those of a plain loop on one process over the same samples."""
     losses = list(_train(accelerator))
     reference = list(_train_alone(accelerator.device, _BATCH * accelerator.num_processes))
     tolerance = _TOLERANCE[accelerator.mixed_precision]
@@ -87,7 +87,7 @@ def _check_training(accelerator: Accelerator) -> None:
 
 
 def _check_checkpoint(accelerator: Accelerator) -> None:
-    """Training that was saved and loaded continues exactly as if nothing had happened."""
+    """Training that was saved and loaded continues exactly as without interruption."""
     with _shared_folder(accelerator) as folder:
         training = _train(accelerator)
         for _ in range(_STEPS // 2):
@@ -96,7 +96,7 @@ def _check_checkpoint(accelerator: Accelerator) -> None:
         straight = list(training)  # continues from the same objects, which load_state then takes back
         accelerator.load_state(folder)
         resumed = list(_continue(accelerator, _STEPS // 2))
-        accelerator.wait_for_everyone()  # before the folder goes
+        accelerator.wait_for_everyone()  # before the folder is removed
     _expect(straight == resumed, f"losses were {straight}, and after loading the checkpoint {resumed}")
 
 
@@ -135,8 +135,8 @@ def _continue(accelerator: Accelerator, first: int) -> Iterator[float]:
     x, y = _samples(_BATCH * accelerator.num_processes, accelerator.device)
     for step in range(first, _STEPS):
         start = (step * accelerator.num_processes + accelerator.process_index) * _BATCH
-        share = slice(start, start + _BATCH)
-        loss = nn.functional.mse_loss(model(x[share]).float(), y[share])
+        rows = slice(start, start + _BATCH)
+        loss = nn.functional.mse_loss(model(x[rows]).float(), y[rows])
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +157,7 @@ def _train_alone(device: torch.device, batch: int) -> Iterator[float]:
 
 @contextmanager
 def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
-    """A folder that rank 0 makes, and takes away when every process is done with it."""
+    """A folder that rank 0 creates, and removes when every process is done with it."""
     made = tempfile.TemporaryDirectory() if accelerator.is_main_process else None
     try:
         yield broadcast_object_list([f"{made.name}/state" if made else None])[0]
@@ -167,7 +167,7 @@ def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
 
 
 def _accelerator() -> Accelerator:
-    # The scale that scaling starts from would skip the first steps, and the reference has no scaler.
+    # The default initial scale would skip the first steps, and the reference has no scaler.
     return Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[GradScalerKwargs(init_scale=1.0)],

@@ -22,20 +22,20 @@ from accel_state import env
 
 _DESCRIPTION = (
     "Run the first optimizer steps of a script on one process and on many, with the same global batch, and "
-    "say whether they are the same training: samples, losses, gradients and parameters. What differs first "
-    "is named, with its cause where that is known. The script is not changed; it runs twice, in the current "
+    "report whether they are the same training: samples, losses, gradients and parameters. The first "
+    "difference is named, with its cause if known. The script is not changed; it runs twice, in the current "
     "folder. What accel writes for it goes to a temporary folder, and load_state finds no checkpoint. Exit "
     "codes: 0 the same, 1 different, 2 not verified."
 )
-_OWN_FLAGS = ("--steps", "--json", "--without_dropout")
-# Flags that make no sense for one process.
-_OF_MANY = ("--multi_gpu", "--use_parallelism_config", "--parallelism_config_")
+_VERIFY_FLAGS = ("--steps", "--json", "--without_dropout")
+# Flags that are meaningless for one process.
+_MULTI_PROCESS_FLAGS = ("--multi_gpu", "--use_parallelism_config", "--parallelism_config_")
 _WIDTH = 100  # characters of a line
 _FAILED_LINES = 40  # of a script's output
 
 
 class _VerifyParser(LaunchParser):
-    """Keeps the flags that the launcher gets as well."""
+    """Collects the flags that are passed on to the launcher."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -43,7 +43,7 @@ class _VerifyParser(LaunchParser):
         tokens = list(sys.argv[1:] if args is None else args)
         parsed, rest = super().parse_known_args(tokens, namespace)
         flags, _ = self._split(tokens)
-        parsed.launch_flags = [item for item in flags if item.partition("=")[0] not in _OWN_FLAGS]
+        parsed.launch_flags = [item for item in flags if item.partition("=")[0] not in _VERIFY_FLAGS]
         return parsed, rest
 
 
@@ -51,8 +51,8 @@ def verify_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel verify`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `verify` there; a parser of its
-            own by default.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `verify` there; by default a
+            separate parser.
 
     Returns:
         The parser. Its namespace is for `verify_command`, which it has as `func`.
@@ -74,7 +74,7 @@ def verify_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--without_dropout",
         action="store_true",
-        help="Switch dropout off in both runs, so that all the rest can be compared.",
+        help="Disable dropout in both runs, so that everything else can be compared.",
     )
     return parser
 
@@ -98,7 +98,7 @@ def verify_command(args: argparse.Namespace) -> int:
     _check(args, size)
     with tempfile.TemporaryDirectory(prefix="accel-verify-") as folder:
         many = _run(args, Path(folder) / "many", size, batch_factor=1)
-        # As many as read different data: fewer than all with tensor parallelism.
+        # The processes that read different data: fewer than all with tensor parallelism.
         factor = 1 if many[0]["split_batches"] else many[0]["data_shards"]
         one = _run(args, Path(folder) / "one", 1, batch_factor=factor)
     verdict = compare(one[0], many)
@@ -115,11 +115,11 @@ def verify_command(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, size: int) -> None:
     if args.training_script is None:
-        raise LaunchError("No script was given: accel verify [flags] SCRIPT [arguments of the script].")
+        raise LaunchError("No script was passed: accel verify [flags] SCRIPT [arguments of the script].")
     if size < 2:
         raise LaunchError(f"--num_processes is {size}: give 2 or more, which are compared with one.")
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
-        raise LaunchError(f"--json is {args.json}: its folder is not there. Make it first.")
+        raise LaunchError(f"--json is {args.json}: its folder does not exist. Create it first.")
     if args.steps < 1:
         raise LaunchError(f"--steps is {args.steps}: give 1 or more.")
     if args.num_machines not in (None, 1):
@@ -135,10 +135,10 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     (folder / "settings.json").write_text(json.dumps(settings))
     environ = env.snapshot()
     env.put(environ, "ACCELERATE_VERIFY_FOLDER", str(folder))
-    # What may differ between two runs of one program: sets of strings, and matrix products on GPUs.
+    # Sources of differences between two runs of one program: sets of strings, and matrix products on GPUs.
     environ |= {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
     # One process has no mesh.
-    flags = [item for item in args.launch_flags if size > 1 or not item.startswith(_OF_MANY)]
+    flags = [item for item in args.launch_flags if size > 1 or not item.startswith(_MULTI_PROCESS_FLAGS)]
     # One machine, also in the batch script of a Slurm job of several.
     flags += ["--num_machines=1", f"--num_processes={size}"]
     command = [*flags, args.training_script, *args.training_script_args]
@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
         [sys.executable, "-m", "accel_launch", "launch", *command],
         env=environ,
         stdout=subprocess.PIPE,
-        # Together, so that lines of both streams stay in their order.
+        # Merged, so that lines of both streams stay in order.
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
@@ -198,7 +198,7 @@ def _text(verdict: Verdict, script: str, size: int) -> str:
     else:
         when = f"from step {difference.step} on" if difference.step else "from the start"
         sentences.append(f"Different {when}: {difference.text}")
-        sentences += [f"Likely cause: {cause}" for cause in verdict.causes] or ["The cause is not known."]
+        sentences += [f"Likely cause: {cause}" for cause in verdict.causes] or ["The cause is unknown."]
     lines += [
         textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False) for text in sentences
     ]
