@@ -46,7 +46,7 @@ _SIBLINGS = {
     "merge-weights": ("accel-ckpt", "Make one weight file of a checkpoint in parts."),
     "replay": ("accel", "Recompute a loss that was not finite, bit for bit."),
     "report": ("accel", "Draw what a run logged, and where its time went, as one HTML page."),
-    "test": ("accel", "Check that processes of this setup communicate, share data, train and save."),
+    "test": ("accel", "Check that processes of this setup communicate, split data, train and save."),
     "verify": (
         "accel",
         "Check that a script trains the same on one process and on many, or say what differs.",
@@ -137,7 +137,7 @@ def _show_warning(prog: str) -> Callable[..., None]:
 
 
 def _run_builtin(name: str, rest: list[str]) -> int:
-    """Run a command of this package; its errors begin alike, however it was called."""
+    """Run a command of this package; its errors have the same prefix however it was called."""
     from importlib import import_module
 
     def command() -> int:

@@ -35,7 +35,7 @@ class PrepareForLaunch:
 
     Args:
         launcher: The function.
-        distributed_type: How the workers work together; anything but NO sets the rank.
+        distributed_type: The kind of distributed run; anything but NO sets the rank.
         debug: The workers are on the CPU of this machine and meet through a file.
     """
 

@@ -135,7 +135,7 @@ def read_config(args: argparse.Namespace) -> LaunchConfig | None:
     # The import of what reads it is saved where there is none.
     if named is None and not config_path().is_file():
         return None
-    # Only now: YAML takes longer to import than everything else here together.
+    # Only now: YAML takes longer to import than everything else here.
     from accel_launch.config.file import load_config_from_file
 
     return load_config_from_file(named)

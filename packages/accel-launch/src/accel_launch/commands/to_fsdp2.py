@@ -67,8 +67,8 @@ def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, A
     # Its value is read below from the checked settings.
     section.pop("fsdp_sharding_strategy", None)
     # Version 1 took the strategy under the name of version 2's setting too.
-    given = section.pop("fsdp_reshard_after_forward", None)
-    name = given if str(given).upper().lstrip("_") in {*_RESHARDS, "NO_SHARD"} else None
+    reshard = section.pop("fsdp_reshard_after_forward", None)
+    name = reshard if str(reshard).upper().lstrip("_") in {*_RESHARDS, "NO_SHARD"} else None
     strategy = str(name or config.settings.get("fsdp_sharding_strategy") or "FULL_SHARD").upper().lstrip("_")
     if strategy not in _RESHARDS:
         raise ConfigError(

@@ -83,7 +83,7 @@ def setup_command(args: argparse.Namespace) -> list[str]:
 def _commands(args: argparse.Namespace, config: Any) -> list[str]:
     """Return what to run: the flags' commands, else the config file's."""
     places = [(args.command_file, args.command), (config.get("command_file"), config.get("commands"))]
-    # The flags together or the config together: half of each would be a third list that nobody wrote.
+    # Either all from flags or all from the config: a mix would be a third list.
     for file, commands in places:
         found = _lines(file) if file else []
         found += [command if isinstance(command, str) else " ".join(command) for command in commands or ()]

@@ -70,7 +70,7 @@ class LaunchConfig:
 
     @property
     def distributed_type(self) -> str:
-        """How the processes work together; NO where the file does not say."""
+        """The kind of distributed run; NO if the file does not have it."""
         return _enum_text(self.values.get("distributed_type"))
 
     @property

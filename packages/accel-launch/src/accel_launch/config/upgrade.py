@@ -47,10 +47,10 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
         old = values.pop("fp16")
         # In quotes, as YAML reads a bare no as false.
         precision = "fp16" if _is_true(old, where) else "'no'"
-        given = values.setdefault("mixed_precision", precision.strip("'"))
+        existing = values.setdefault("mixed_precision", precision.strip("'"))
         advice = f"use mixed_precision: {precision}"
-        if given != precision.strip("'"):
-            advice = f"it is ignored, as the file has mixed_precision: {given}"
+        if existing != precision.strip("'"):
+            advice = f"it is ignored, as the file has mixed_precision: {existing}"
         _note(where, f"fp16: {old}", advice)
     # A list, as keys are moved meanwhile.
     for key in [key for key in values if key in SETTINGS and SETTINGS[key].group == "dynamo"]:

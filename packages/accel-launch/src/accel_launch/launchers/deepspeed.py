@@ -29,17 +29,21 @@ def is_needed(settings: Settings) -> bool:
     Args:
         settings: The effective settings.
     """
-    asked = settings.value("deepspeed_multinode_launcher")
-    if not settings.value("use_deepspeed") or settings.value("launcher") != "auto" or asked == "standard":
+    requested_launcher = settings.value("deepspeed_multinode_launcher")
+    if (
+        not settings.value("use_deepspeed")
+        or settings.value("launcher") != "auto"
+        or requested_launcher == "standard"
+    ):
         return False
-    several = bool(settings.value("num_machines") != 1)
-    return (several and bool(asked)) or _hostfile(settings) is not None
+    is_multinode = bool(settings.value("num_machines") != 1)
+    return (is_multinode and bool(requested_launcher)) or _hostfile(settings) is not None
 
 
 def _hostfile(settings: Settings) -> str | None:
-    given: str | None = settings.value("deepspeed_hostfile")
+    provided: str | None = settings.value("deepspeed_hostfile")
     found = settings.value("num_machines") != 1 and Path(_HOSTFILE).is_file()
-    return given or (_HOSTFILE if found else None)
+    return provided or (_HOSTFILE if found else None)
 
 
 def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
@@ -101,15 +105,15 @@ def _which(plan: LaunchPlan, hosts: list[Host]) -> list[str]:
         "--include": value("deepspeed_inclusion_filter"),
         "--exclude": value("deepspeed_exclusion_filter"),
     }
-    given = [f"{flag}={text}" for flag, text in filters.items() if text]
-    if len(given) == 2:
+    provided = [f"{flag}={text}" for flag, text in filters.items() if text]
+    if len(provided) == 2:
         raise LaunchError(
             "--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other; choose one."
         )
     for text in filter(None, filters.values()):
         _check_filter(text, hosts)
-    if given:
-        return given
+    if provided:
+        return provided
     machines = plan.machines[1] if plan.settings.is_set("num_machines") else len(hosts)
     if machines > len(hosts):
         raise LaunchError(f"num_machines={machines}, but the hostfile has {len(hosts)} machines.")

@@ -42,25 +42,25 @@ def read_hostfile(path: str) -> list[Host]:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     hosts = []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if words:
-            hosts.append(_host(words, f"Hostfile {path}, line {number}"))
+        fields = line.partition("#")[0].split()
+        if fields:
+            hosts.append(_host(fields, f"Hostfile {path}, line {number}"))
     if not hosts:
         raise LaunchError(f"The hostfile {path} names no machine. Write a line per machine: NAME slots=4.")
     return hosts
 
 
-def _host(words: list[str], where: str) -> Host:
+def _host(fields: list[str], where: str) -> Host:
     # name:4 is how MPICH and Intel MPI write it.
-    name, colon, count = words[0].partition(":")
+    name, colon, count = fields[0].partition(":")
     slots = _count(count, where) if colon else None
     if not name or "=" in name:
-        raise LaunchError(f"{where}: {words[0]!r} is not the name of a machine; a line is NAME slots=4.")
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
+        raise LaunchError(f"{where}: {fields[0]!r} is not the name of a machine; a line is NAME slots=4.")
+    for field in fields[1:]:
+        key, equals, value = field.partition("=")
         if key not in _KEYS or not equals:
             hint = nearest(key, _KEYS)
-            raise LaunchError(f"{where}: {word!r} is not understood.{hint} A line is NAME slots=4.")
+            raise LaunchError(f"{where}: {field!r} is not understood.{hint} A line is NAME slots=4.")
         if key == "slots":
             slots = _count(value, where)
     return Host(name, slots)

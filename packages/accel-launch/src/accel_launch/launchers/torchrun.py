@@ -84,7 +84,7 @@ def reach_machine_0(plan: LaunchPlan, port: int, listens: bool) -> None:
         listens: Whether this is the machine that the others connect to.
 
     Raises:
-        LaunchError: If the name of machine 0 means nothing here, or nobody listens within the rendezvous
+        LaunchError: If the name of machine 0 cannot be resolved, or nothing listens within the rendezvous
             timeout (`--rdzv_conf timeout=SECONDS`, 600 by default).
     """
     if plan.machines == (1, 1):

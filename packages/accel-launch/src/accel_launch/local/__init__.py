@@ -1,1 +1,1 @@
-"""Workers of this machine: started, looked after and ended together."""
+"""Workers of this machine: starting, supervising and stopping them."""

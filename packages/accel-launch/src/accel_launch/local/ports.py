@@ -14,9 +14,9 @@ DEFAULT_PORT = 29500
 def reserve_port(port: int | None, source: str = "") -> socket.socket:
     """Bind a port without listening on it.
 
-    While the socket is open the kernel gives the port to nobody who requests any free one, and yet a server
-    that sets SO_REUSEADDR, as torch's TCPStore does, can bind and listen on it: two sockets with that option
-    share a port as long as neither listens.
+    While the socket is open the kernel does not assign the port to anyone who requests a free one, yet a
+    server that sets SO_REUSEADDR, as torch's TCPStore does, can bind and listen on it: two sockets with that
+    option share a port as long as neither listens.
 
     Args:
         port: The port; a free one if None or 0.
@@ -60,7 +60,7 @@ def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             # Some systems have it on by default, and IPv4 would be free for others.
             port_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Not followed by listen(): connections are refused, as if nobody had the port, until rank 0 is there.
+        # Not followed by listen(): connections are refused, as if the port were free, until rank 0 is there.
         port_socket.bind(("", port))
     except OSError:
         port_socket.close()

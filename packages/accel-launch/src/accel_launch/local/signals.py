@@ -110,7 +110,7 @@ class SignalPipe:
 
     def wake(self) -> None:
         """Let `read` find a SIGCHLD; for threads that learn of a worker's end otherwise."""
-        with contextlib.suppress(OSError):  # it is full, and so read soon; or nobody reads any more
+        with contextlib.suppress(OSError):  # it is full, and so read soon; or the reader is gone
             os.write(self._writing, bytes([signal.SIGCHLD]))
 
     def read(self) -> list[int]:

@@ -24,7 +24,7 @@ class LaunchPlan:
         script: The script, module or program.
         arguments: Its arguments.
         command: What one worker runs.
-        environ: The environment that all workers share.
+        environ: The environment of all workers.
         processes: Workers on this machine; 0 if that is decided elsewhere.
         machines: Smallest and largest number of machines.
     """

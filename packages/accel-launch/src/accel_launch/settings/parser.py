@@ -146,8 +146,8 @@ class HelpFormatter(argparse.HelpFormatter):
     """Cuts no word, keeps the lines of examples, and shows a switch without its optional value."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        words = " ".join(text.split())
-        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+        line_text = " ".join(text.split())
+        return textwrap.wrap(line_text, width, break_long_words=False, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)

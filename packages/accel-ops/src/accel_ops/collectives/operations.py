@@ -40,7 +40,7 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
 
     Returns:
         The tree with tensors of shape `(world_size * n, *)` for `(n, *)`, and `(world_size,)` for
-        0-dimensional ones. They carry no gradient. With one process they share memory with the given ones.
+        0-dimensional ones. They have no gradient. With one process they share memory with the inputs.
 
     Raises:
         TypeError: If a leaf is not a tensor, or is a DTensor, sparse, nested or quantized tensor.
@@ -315,7 +315,7 @@ def _write(leaf: torch.Tensor, values: torch.Tensor) -> None:
     if not leaf.is_contiguous() and not torch.equal(as_bytes(leaf), as_bytes(values)):
         raise ValueError(
             f"broadcast: elements of a tensor here (shape {tuple(leaf.shape)}, strides {leaf.stride()}) "
-            "share memory, and the values that came for them differ. Pass its .clone()."
+            "share memory, and the received values for them differ. Pass its .clone()."
         )
 
 

@@ -25,7 +25,7 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers,
         func=report_command,
         description="Draw what a run has logged so far, and where its time went, as one HTML page that needs "
-        "no network. It reads the files of the tracker 'jsonl', and what statistics wrote beside them.",
+        "no network. It reads the files of the tracker 'jsonl', and the statistics next to them.",
         examples=(
             "accel report runs/digits.jsonl",
             "accel report runs --output digits.html",
@@ -34,7 +34,7 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "run",
         type=Path,
-        help="A file of JSON lines, or a folder with such files: curves of one name are drawn together.",
+        help="A file of JSON lines, or a folder with such files: curves of one name are drawn in one plot.",
     )
     parser.add_argument(
         "-o",

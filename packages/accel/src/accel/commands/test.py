@@ -9,7 +9,7 @@ from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import launch_flags_parser
 
 _DESCRIPTION = (
-    "Start the processes of the current configuration and check that they communicate, share out data, train "
+    "Start the processes of the current configuration and check that they communicate, split data, train "
     "as one process would, and save and load. Takes the flags of `accel launch`."
 )
 
@@ -52,7 +52,7 @@ def test_command(args: argparse.Namespace) -> None:
 
     if args.training_script is not None:
         raise LaunchError(
-            f"accel test takes no script, got {args.training_script!r}; it runs a script of its own."
+            f"accel test takes no script, got {args.training_script!r}; it runs its own script."
         )
     args.module, args.no_python = True, None  # as `accel launch -m accel.commands.self_check`
     args.training_script = "accel.commands.self_check"

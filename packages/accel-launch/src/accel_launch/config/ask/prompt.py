@@ -101,14 +101,14 @@ class LinePrompt:
         for number, label in enumerate(labels, 1):
             print("\n".join(wrap(f"  {number}. {label}", " " * 5)))
         numbers = {str(number): index for index, number in enumerate(range(1, len(labels) + 1))}
-        words = {label.lower(): index for index, label in enumerate(labels)}
+        index_by_label = {label.lower(): index for index, label in enumerate(labels)}
         # "2: fully_shard" is also found by "2" and by what stands before the colon.
-        words |= {label.split(":")[0].lower(): index for index, label in enumerate(labels)}
+        index_by_label |= {label.split(":")[0].lower(): index for index, label in enumerate(labels)}
         while True:
             line = self._line(f"[{default + 1}]: ")
             if not line:
                 return default
-            index = numbers.get(line, words.get(line.lower()))
+            index = numbers.get(line, index_by_label.get(line.lower()))
             if index is not None:
                 return index
             print(f"{line!r} is not one of them; give a number from 1 to {len(labels)}.")

@@ -104,7 +104,7 @@ def is_sagemaker(answers: Answers) -> bool:
 
 
 def asked_if(when: Test, questions: Iterable[Question]) -> list[Question]:
-    """Ask questions only where a test holds, beside their own tests.
+    """Ask questions only if a condition holds, in addition to their own.
 
     Args:
         when: The test, which comes first: theirs may look for answers that are there only then.

@@ -31,20 +31,20 @@ def ask_all(
     Returns:
         The content of the config file, or None if the user does not want it written.
     """
-    asked = questions(gpus, before or {}, tpu)
+    question_list = questions(gpus, before or {}, tpu)
     history: list[tuple[int, dict[str, Any]]] = []  # each question that was put, and the answers before it
     answers: dict[str, Any] = {}
     index = 0
     while True:
-        while index < len(asked) and not asked[index].when(_with_processes(answers, gpus)):
+        while index < len(question_list) and not question_list[index].when(_with_processes(answers, gpus)):
             # The questions behind it look at the device, whether it was asked or follows from the place.
-            if asked[index].name == "device" and "device" not in answers:
+            if question_list[index].name == "device" and "device" not in answers:
                 answers = {**answers, "device": _ELSEWHERE.get(answers["place"], "cpu")}
             index += 1
         try:
-            if index == len(asked):
+            if index == len(question_list):
                 return _confirm(prompt, config_values(answers, gpus))
-            question = asked[index]
+            question = question_list[index]
             answer = _put(prompt, question, _with_processes(answers, gpus))
         except Back:
             if history:

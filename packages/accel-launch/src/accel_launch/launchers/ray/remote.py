@@ -109,6 +109,6 @@ class RayRemote(SupervisedWorker):
 
 def _write(descriptor: int | None, data: bytes) -> None:
     assert descriptor is not None, "both streams are captured"
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # the reader is gone
         while data:
             data = data[os.write(descriptor, data) :]

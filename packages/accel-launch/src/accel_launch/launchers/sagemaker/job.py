@@ -63,8 +63,8 @@ def _account(config: LaunchConfig, args: argparse.Namespace) -> dict[str, str]:
     """Return the variables that name the account: a profile, or a pair of keys, and the region."""
     profile, region = config.values.get("profile"), config.values.get("region")
     keys = {name: getattr(args, name, None) for name in ("aws_access_key_id", "aws_secret_access_key")}
-    given = {name: text for name, text in keys.items() if text}
-    if len(given) == 1:
-        raise LaunchError("--aws_access_key_id and --aws_secret_access_key belong together; give both.")
-    found = given or ({"aws_profile": profile} if profile else {})
-    return {**found, **({"aws_default_region": region} if region else {})}
+    provided = {name: text for name, text in keys.items() if text}
+    if len(provided) == 1:
+        raise LaunchError("--aws_access_key_id and --aws_secret_access_key must be used together; pass both.")
+    credentials = provided or ({"aws_profile": profile} if profile else {})
+    return {**credentials, **({"aws_default_region": region} if region else {})}

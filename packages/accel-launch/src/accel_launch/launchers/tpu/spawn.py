@@ -64,7 +64,7 @@ class Call:
 
 
 def _import_file(script: str) -> ModuleType:
-    # As `python script.py` does, so that modules beside the script are found.
+    # As `python script.py` does, so that modules next to the script are found.
     sys.path.insert(0, str(Path(script).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     if spec is None or spec.loader is None:

@@ -37,8 +37,8 @@ def prepare_tpu(
     if not pod:
         return settings, {**current_env, **found}
     env.put(found, "ACCELERATE_IN_TPU_POD", True)
-    given = list(getattr(args, "env", None) or ())
-    settings.env = [*given, *(f"{name}={text}" for name, text in found.items())]
+    user_variables = list(getattr(args, "env", None) or ())
+    settings.env = [*user_variables, *(f"{name}={text}" for name, text in found.items())]
     return settings, dict(current_env)
 
 

@@ -49,7 +49,7 @@ def record_folder() -> Iterator[Path | None]:
     Yields:
         The folder; None where there is no room for one, which is no reason not to start.
     """
-    # Not by tempfile, whose import takes longer than all others here together.
+    # Not by tempfile, whose import takes longer than all others here.
     folder = Path(env.raw("TMPDIR") or "/tmp", f"accel-launch-{os.getpid()}-{os.urandom(8).hex()}")
     try:
         folder.mkdir(0o700)

@@ -64,6 +64,6 @@ class Console:
             # One small piece after each poll: a write of more than the stream has room for would block.
             while written < len(self._pending) and self._poll.poll(None if block else 0):
                 written += os.write(self.descriptor, self._pending[written : written + _ATOMIC])
-        except OSError:  # nobody reads any more; the workers continue, as with any closed terminal
+        except OSError:  # the reader is gone; the workers continue, as with any closed terminal
             written = len(self._pending)
         del self._pending[:written]
