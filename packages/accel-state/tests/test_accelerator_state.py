@@ -159,7 +159,7 @@ def test_two_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         AcceleratorState(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_MEGATRON_LM ask"):
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_MEGATRON_LM request"):
         AcceleratorState()
 
 
