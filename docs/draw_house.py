@@ -51,7 +51,7 @@ WAYS = {
         "accel.accelerator",
         "accel.saving.methods",
         "accel.saving.save",
-        "accel_ckpt.run.save",
+        "accel_ckpt.training_state.save",
         "accel_ckpt.folder.staging",
         "accel_ckpt.folder.commit",
         "accel_ckpt.folder.manifest",

@@ -13,13 +13,13 @@ from accel_ckpt.folder.rotation import latest as latest
 from accel_ckpt.folder.rotation import prune as prune
 from accel_ckpt.folder.staging import Staging as Staging
 from accel_ckpt.folder.staging import staged as staged
-from accel_ckpt.run.load import load_accelerator_state as load_accelerator_state
-from accel_ckpt.run.load import load_custom_state as load_custom_state
-from accel_ckpt.run.save import save_accelerator_state as save_accelerator_state
-from accel_ckpt.run.save import save_custom_state as save_custom_state
 from accel_ckpt.sharded.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel_ckpt.sharded.save_load import load_sharded_state as load_sharded_state
 from accel_ckpt.sharded.save_load import save_sharded_state as save_sharded_state
+from accel_ckpt.training_state.load import load_accelerator_state as load_accelerator_state
+from accel_ckpt.training_state.load import load_custom_state as load_custom_state
+from accel_ckpt.training_state.save import save_accelerator_state as save_accelerator_state
+from accel_ckpt.training_state.save import save_custom_state as save_custom_state
 from accel_ckpt.weights.files import convert_file_size_to_int as convert_file_size_to_int
 from accel_ckpt.weights.files import save_weights as save_weights
 from accel_ckpt.weights.load import load_checkpoint_in_model as load_checkpoint_in_model

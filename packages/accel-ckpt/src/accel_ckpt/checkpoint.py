@@ -16,12 +16,12 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files import digests
 from accel_ckpt.folder import manifest, recovery
-from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.all_ranks import together
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import staged
-from accel_ckpt.run.load import Objects, restore
-from accel_ckpt.run.save import save_accelerator_state, save_custom_state
-from accel_ckpt.run.weight_parts import frozen_names
+from accel_ckpt.training_state.frozen_weights import frozen_names
+from accel_ckpt.training_state.load import Objects, restore
+from accel_ckpt.training_state.save import save_accelerator_state, save_custom_state
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process.state import current_process
 
@@ -112,7 +112,7 @@ def save(
             save_sharded_state(staging.path, roots, optimizers, owners=owners, process=process)
         for index, item in enumerate(_listed(others)):
             if in_parts:
-                from accel_ckpt.run.registered import save_registered
+                from accel_ckpt.training_state.registered import save_registered
 
                 save_registered(item, index, staging, process)
             else:

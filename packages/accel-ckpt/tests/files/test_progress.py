@@ -10,8 +10,8 @@ import torch
 
 from accel_ckpt.files import progress
 from accel_ckpt.files.progress import Progress
-from accel_ckpt.run.load import load_accelerator_state
-from accel_ckpt.run.save import save_accelerator_state
+from accel_ckpt.training_state.load import load_accelerator_state
+from accel_ckpt.training_state.save import save_accelerator_state
 
 
 def test_nothing_is_shown_at_first_and_bytes_after_a_while(

@@ -26,8 +26,8 @@ import torch
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.staging import staged
-from accel_ckpt.run.load import load_custom_state
-from accel_ckpt.run.save import save_custom_state
+from accel_ckpt.training_state.load import load_custom_state
+from accel_ckpt.training_state.save import save_custom_state
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ from accel_ckpt.files import mapped_file
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.folder import reader
 from accel_ckpt.folder.reader import Reading, open_checkpoint
-from accel_ckpt.run.save import save_accelerator_state
+from accel_ckpt.training_state.save import save_accelerator_state
 from accel_state.process.state import current_process
 
 

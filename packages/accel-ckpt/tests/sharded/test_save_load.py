@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
-from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.all_ranks import together
 from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.folder.staging import release_memory, staged
 from accel_ckpt.sharded import dcp_reader, save_load

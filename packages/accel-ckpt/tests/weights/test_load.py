@@ -22,7 +22,7 @@ from torch import nn
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.files import tensors
-from accel_ckpt.run.load import load_accelerator_state
+from accel_ckpt.training_state.load import load_accelerator_state
 from accel_ckpt.weights.files import save_weights
 from accel_ckpt.weights.load import (
     load_checkpoint_in_model,

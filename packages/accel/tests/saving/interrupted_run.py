@@ -44,9 +44,9 @@ FIRST_USED = (  # what is imported on first use: by optimizers, and by what ever
     "accel.engines.single",
     "accel.saving.load",
     "accel_ckpt.background.snapshot",
-    "accel_ckpt.run.load",
+    "accel_ckpt.training_state.load",
     "accel_ckpt.sharded.save_load",
-    "accel_ckpt.run.save",
+    "accel_ckpt.training_state.save",
     "safetensors",
 )
 CALLS = ("write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")

@@ -16,9 +16,9 @@ from accel_ckpt.files import digests, tensors, values
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.folder import manifest, recovery
-from accel_ckpt.folder.agree import from_main, together
+from accel_ckpt.folder.all_ranks import from_main, together
 from accel_ckpt.weights.files import WeightFile, find_weight_files
-from accel_ckpt.weights.fill import fill
+from accel_ckpt.weights.read_into import fill
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
@@ -64,7 +64,7 @@ class Reading:
                 safetensors are read.
 
         Returns:
-            The model's tensors that were read, by name; see `accel_ckpt.weights.fill.fill`.
+            The model's tensors that were read, by name; see `accel_ckpt.weights.read_into.fill`.
 
         Raises:
             CheckpointError: As there.

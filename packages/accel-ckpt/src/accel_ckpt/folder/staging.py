@@ -26,7 +26,7 @@ from accel_ckpt.files.digests import FileEntry
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
-from accel_ckpt.folder.agree import agree, collect, from_main, together
+from accel_ckpt.folder.all_ranks import agree, collect, from_main, together
 from accel_ckpt.folder.links import Earlier, earlier_than, one_chunk
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
-from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.all_ranks import collect, together
 from accel_ckpt.sharded.dcp_index import Written, write_index, written_by
 from accel_ckpt.sharded.dcp_plan import own_items
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata

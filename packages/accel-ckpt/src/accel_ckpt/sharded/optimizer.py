@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from accel_ckpt.folder.agree import together
-from accel_ckpt.run.undo import remember, remember_groups, unchanged_by_failure
+from accel_ckpt.folder.all_ranks import together
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
+from accel_ckpt.training_state.undo import remember, remember_groups, unchanged_by_failure
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.info import ProcessInfo
 

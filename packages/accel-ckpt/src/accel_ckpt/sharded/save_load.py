@@ -32,13 +32,13 @@ from accel_ckpt import file_names
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.all_ranks import together
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save, state_to_read
-from accel_ckpt.weights.by_name import is_extra_state
+from accel_ckpt.weights.model_tensors import is_extra_state
 from accel_ops.trees.walk import recursively_apply
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process

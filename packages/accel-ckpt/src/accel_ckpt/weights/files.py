@@ -26,7 +26,7 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.disk import flush, replacing
 from accel_ckpt.files.paths import listed_file
-from accel_ckpt.weights.by_name import is_extra_state
+from accel_ckpt.weights.model_tensors import is_extra_state
 from accel_state.logging.warning import warn
 
 SAFE_NAME, TORCH_NAME, EXTRA_NAME = "model.safetensors", "pytorch_model.bin", file_names.extra_state_file()

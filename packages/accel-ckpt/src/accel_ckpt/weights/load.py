@@ -15,8 +15,8 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import listed_file
 from accel_ckpt.files.safetensors_header import shortened
-from accel_ckpt.weights.by_name import Slots, without_wrapper_names
 from accel_ckpt.weights.files import WeightFile, find_extra_state, find_weight_files
+from accel_ckpt.weights.model_tensors import Slots, without_wrapper_names
 from accel_ckpt.weights.offload import load_offloaded_weight, replace_offloaded
 from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
 from accel_ops.modules import extract_model_from_parallel, model_has_dtensor

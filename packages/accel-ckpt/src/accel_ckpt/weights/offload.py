@@ -30,7 +30,7 @@ from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.paths import check_inside, listed_file
 from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
-from accel_ckpt.weights.readers import check_not_in_use, note_reader
+from accel_ckpt.weights.open_folders import check_not_in_use, note_reader
 from accel_ops.collectives.pack_sections import as_bytes
 
 INDEX = "index.json"

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.mapped import converted
+from accel_ckpt.weights.model_tensors import Slots
 from accel_ckpt.weights.offload import make_offload_folder, offload_weight, save_offload_index
-from accel_ckpt.weights.readers import check_not_in_use, readers_of
+from accel_ckpt.weights.open_folders import check_not_in_use, readers_of
 from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
 

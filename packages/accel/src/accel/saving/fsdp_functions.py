@@ -22,13 +22,13 @@ from accel.saving.adapters import adapter_names, is_peft_model, under_own_names
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.agree import together
-from accel_ckpt.run.optimizer_groups import match_groups
-from accel_ckpt.run.undo import unchanged_by_failure
+from accel_ckpt.folder.all_ranks import together
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save
 from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
+from accel_ckpt.training_state.optimizer_groups import match_groups
+from accel_ckpt.training_state.undo import unchanged_by_failure
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:

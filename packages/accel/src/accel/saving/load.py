@@ -6,16 +6,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.saving.own_buffers import read_own_buffers, set_own_buffers
+from accel.saving.per_rank_buffers import read_own_buffers, set_own_buffers
 from accel.saving.save import checkpoints_root, free_number, models_of_hooks, parts_of
 from accel.training.gradients import drop_gradients, has_gradients
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder import manifest, recovery, rotation
-from accel_ckpt.folder.agree import collect, from_main, together
+from accel_ckpt.folder.all_ranks import collect, from_main, together
 from accel_ckpt.folder.reader import Reading, open_checkpoint
-from accel_ckpt.run.load import Objects, restore
+from accel_ckpt.training_state.load import Objects, restore
 from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
 from accel_state.verify import is_verifying, output_path

@@ -62,7 +62,7 @@ class CheckpointControl:
         """
         with observed(self.run, "saving"):
             from accel.saving import save
-            from accel.saving.savers import savers
+            from accel.saving.saving_process import savers
 
             output_dir = output_path(output_dir)
             process = savers(self.run, "save_state", main_process_only)
@@ -170,7 +170,7 @@ class CheckpointControl:
         Every process calls it, or the main process alone: `main_process_only` is as for `save_state`.
         """
         from accel.saving import save
-        from accel.saving.savers import savers
+        from accel.saving.saving_process import savers
 
         process = savers(self.run, "save_model", main_process_only)
         if process is not None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from accel.engines.base.states import States
 from accel.observe.sync import verify_before_save
-from accel.saving.own_buffers import save_own_buffers
+from accel.saving.per_rank_buffers import save_own_buffers
 from accel.training.prepare import holds_any
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.folder import rotation
-from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.all_ranks import collect, together
 from accel_ckpt.folder.staging import Staging, staged
-from accel_ckpt.run.gradients import get_gradients
-from accel_ckpt.run.save import save_accelerator_state, save_custom_state
-from accel_ckpt.run.weight_parts import frozen_names
+from accel_ckpt.training_state.frozen_weights import frozen_names
+from accel_ckpt.training_state.gradients import get_gradients
+from accel_ckpt.training_state.save import save_accelerator_state, save_custom_state
 from accel_ckpt.weights.files import save_weights
 from accel_optim.scaler import end_round
 from accel_state.logging.warning import warn
@@ -172,7 +172,7 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return
-    from accel_ckpt.run.registered import save_registered
+    from accel_ckpt.training_state.registered import save_registered
 
     save_registered(item, index, staging, run.process)
 

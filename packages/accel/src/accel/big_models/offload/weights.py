@@ -24,7 +24,7 @@ from accel_ckpt.weights.offload import (
     read_offload_index,
     save_offload_index,
 )
-from accel_ckpt.weights.readers import check_not_in_use, readers_of
+from accel_ckpt.weights.open_folders import check_not_in_use, readers_of
 from accel_ops.modules import model_is_sharded
 
 Index = dict[str, dict[str, Any]]

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.big_models.parameters import on_meta
 from accel.big_models.quantization.config import BnbQuantizationConfig
-from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.model_tensors import Slots
 from accel_ckpt.weights.placement import Placing, device_for, memory_device
 from accel_state.imports.packages import require
 

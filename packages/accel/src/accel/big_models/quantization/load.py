@@ -14,9 +14,9 @@ from accel.big_models.dispatch import dispatch_model
 from accel.big_models.placement.requested import check_placement, make_device_map
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.big_models.quantization.layers import QuantizedLayers, check_weights
-from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.load import load_state_dict
+from accel_ckpt.weights.model_tensors import Slots
 from accel_ckpt.weights.placement import DeviceMap, Placing
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn

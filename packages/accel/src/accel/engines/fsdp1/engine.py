@@ -48,7 +48,7 @@ from accel.engines.sharded.initial_weights import WeightSource
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.all_ranks import together
 from accel_ckpt.folder.staging import staged
 from accel_state.devices.table import device_spec as device_spec
 from accel_state.parallelism.torch_compat import init_device_mesh

@@ -15,7 +15,7 @@ import torch
 from accel.saving.save import save_state
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
-from accel_ckpt.folder.agree import from_main
+from accel_ckpt.folder.all_ranks import from_main
 from accel_ckpt.folder.staging import staged
 from accel_state import env
 from accel_state.env.table import VARIABLES

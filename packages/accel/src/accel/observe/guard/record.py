@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.observe.attach import Undo, follow, put
 from accel.observe.guard.batch import encode
-from accel_ckpt.run.rng import get_rng_state
+from accel_ckpt.training_state.rng import get_rng_state
 from accel_data.loader.base import DataLoaderAdapter
 from accel_data.loader.indices import IndexNotes
 from accel_ops.trees.walk import flatten

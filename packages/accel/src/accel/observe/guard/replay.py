@@ -20,7 +20,7 @@ from accel.observe.guard.record import called, model_buffers
 from accel.observe.observer import Observer
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import rank_of
-from accel_ckpt.run.rng import set_rng_state
+from accel_ckpt.training_state.rng import set_rng_state
 from accel_ops.trees.walk import find_path, flatten
 from accel_state import env
 from accel_state.logging.warning import warn

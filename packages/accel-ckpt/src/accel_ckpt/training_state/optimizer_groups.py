@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.weights.by_name import without_wrapper_names
+from accel_ckpt.weights.model_tensors import without_wrapper_names
 from accel_ops.modules import extract_model_from_parallel
 
 

@@ -17,15 +17,15 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import plain_file
 from accel_ckpt.folder import recovery
-from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.all_ranks import collect, together
 from accel_ckpt.folder.reader import Reading, open_checkpoint
-from accel_ckpt.run.compare import Expected, Findings, audit
-from accel_ckpt.run.gradients import different_gradients, set_gradients
-from accel_ckpt.run.models import compare_models, load_models
-from accel_ckpt.run.optimizer_groups import inner_optimizer, match_groups, schedules_of
-from accel_ckpt.run.rng import get_rng_state, set_rng_state
-from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
-from accel_ckpt.run.undo import keep, remember
+from accel_ckpt.training_state.compare import Expected, Findings, audit
+from accel_ckpt.training_state.gradients import different_gradients, set_gradients
+from accel_ckpt.training_state.models import compare_models, load_models
+from accel_ckpt.training_state.optimizer_groups import inner_optimizer, match_groups, schedules_of
+from accel_ckpt.training_state.rng import get_rng_state, set_rng_state
+from accel_ckpt.training_state.rng_resharding import fingerprints, random_states_for
+from accel_ckpt.training_state.undo import keep, remember
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
@@ -335,7 +335,7 @@ def _load_registered(
     found: dict[str, Any] = {}
     if not objects.sharded and not any(file_names.role_of(name) == "registered" for name in reading.names):
         return found
-    from accel_ckpt.run.registered import load_registered_parts  # takes most of a second to import
+    from accel_ckpt.training_state.registered import load_registered_parts  # takes most of a second to import
 
     for index, item in enumerate(objects.custom):
         name = file_names.custom_file(index)

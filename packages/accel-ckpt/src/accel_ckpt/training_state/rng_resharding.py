@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_ckpt.run.rng import device_key
+from accel_ckpt.training_state.rng import device_key
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo

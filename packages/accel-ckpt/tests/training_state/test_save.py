@@ -25,8 +25,8 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.file_names import MANIFEST
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.staging import staged
-from accel_ckpt.run.load import load_accelerator_state, load_custom_state
-from accel_ckpt.run.save import (
+from accel_ckpt.training_state.load import load_accelerator_state, load_custom_state
+from accel_ckpt.training_state.save import (
     save_accelerator_state,
     save_custom_state,
 )

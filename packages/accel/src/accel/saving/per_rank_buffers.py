@@ -15,8 +15,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
 from accel_ckpt import file_names
-from accel_ckpt.folder.agree import collect, together
-from accel_ckpt.run.registered import digest
+from accel_ckpt.folder.all_ranks import collect, together
+from accel_ckpt.training_state.registered import digest
 from accel_ops.modules import unsaved_buffers
 
 if TYPE_CHECKING:

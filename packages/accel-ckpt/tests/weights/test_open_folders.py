@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_ckpt.weights.offload import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
-from accel_ckpt.weights.readers import check_not_in_use, readers_of
+from accel_ckpt.weights.open_folders import check_not_in_use, readers_of
 
 
 class Hook:

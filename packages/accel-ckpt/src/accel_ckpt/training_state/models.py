@@ -10,7 +10,7 @@ import torch
 from accel_ckpt import file_names
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.reader import Reading
-from accel_ckpt.weights.by_name import without_wrapper_names
+from accel_ckpt.weights.model_tensors import without_wrapper_names
 from accel_ops.modules import extract_model_from_parallel
 
 

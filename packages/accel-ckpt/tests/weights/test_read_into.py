@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.run.load import load_accelerator_state
-from accel_ckpt.run.save import save_accelerator_state
-from accel_ckpt.weights import fill as module
+from accel_ckpt.training_state.load import load_accelerator_state
+from accel_ckpt.training_state.save import save_accelerator_state
+from accel_ckpt.weights import read_into as module
 from accel_ckpt.weights.files import find_weight_files
-from accel_ckpt.weights.fill import fill
+from accel_ckpt.weights.read_into import fill
 
 
 def make(seed: int) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.files.tensors import tied_groups
-from accel_ckpt.weights.by_name import is_extra_state
+from accel_ckpt.weights.model_tensors import is_extra_state
 from accel_ops.modules import extract_model_from_parallel
 
 

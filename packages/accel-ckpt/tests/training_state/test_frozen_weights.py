@@ -13,7 +13,7 @@ from torch import nn
 from accel_ckpt import checkpoint, file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder import manifest
-from accel_ckpt.run.weight_parts import frozen_names, parts_of_model
+from accel_ckpt.training_state.frozen_weights import frozen_names, parts_of_model
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.load import load_checkpoint_in_model
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import values
-from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.all_ranks import collect, together
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_parts

@@ -12,8 +12,8 @@ import torch
 from accel_ckpt import file_names
 from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.staging import opened_at, staged
-from accel_ckpt.run.rng import get_rng_state
-from accel_ckpt.run.weight_parts import parts_of_model
+from accel_ckpt.training_state.frozen_weights import parts_of_model
+from accel_ckpt.training_state.rng import get_rng_state
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_ckpt.files import tensors
-from accel_ckpt.run import rng
+from accel_ckpt.training_state import rng
 from accel_state.devices import table
 from accel_state.process.state import current_process
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.saving import savers
+from accel.saving import saving_process
 from accel.utils import FullyShardedDataParallelPlugin
 
 SHORT_S = 0.5
@@ -22,7 +22,7 @@ SHORT_S = 0.5
 @contextmanager
 def patience(seconds: float):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(savers, "PATIENCE_S", seconds)
+        patch.setattr(saving_process, "PATIENCE_S", seconds)
         yield
 
 
@@ -92,7 +92,7 @@ def test_the_main_process_saves_alone_where_the_program_or_the_call_says_so(worl
 
     for trained, loaded, waited, _ in (main, other):
         assert loaded == trained == main[0]
-        assert waited < savers.PATIENCE_S  # for nobody
+        assert waited < saving_process.PATIENCE_S  # for nobody
     of_saving, of_loading = main[3][:-1], main[3][-1]
     assert len(of_saving) == 5  # not where the call says it
     assert all("save_state is called on the main process alone" in text for text in of_saving)

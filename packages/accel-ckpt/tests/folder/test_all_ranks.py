@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.folder.agree import agree, from_main, together
+from accel_ckpt.folder.all_ranks import agree, from_main, together
 from accel_state.process.state import current_process
 
 

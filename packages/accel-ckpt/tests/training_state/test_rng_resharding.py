@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_ckpt.run.rng import set_rng_state
-from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
+from accel_ckpt.training_state.rng import set_rng_state
+from accel_ckpt.training_state.rng_resharding import fingerprints, random_states_for
 from accel_state.process.state import current_process
 
 

@@ -18,8 +18,8 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.folder import commit, manifest
 from accel_ckpt.folder.staging import staged
-from accel_ckpt.run.load import load_accelerator_state
-from accel_ckpt.run.save import save_accelerator_state, save_custom_state
+from accel_ckpt.training_state.load import load_accelerator_state
+from accel_ckpt.training_state.save import save_accelerator_state, save_custom_state
 from accel_ckpt.weights.files import save_weights
 from accel_state.process.state import current_process
 
