@@ -16,7 +16,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files import digests
 from accel_ckpt.folder import manifest, recovery
-from accel_ckpt.folder.all_ranks import together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import staged
 from accel_ckpt.training_state.frozen_weights import frozen_names
@@ -104,7 +104,7 @@ def save(
             )
 
         # Agreed on before the parts, whose collectives a process that has failed would not join.
-        together(write_shared, process, "writing the checkpoint")
+        run_on_all_ranks(write_shared, process, "writing the checkpoint")
         if in_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.folder.all_ranks import agree, from_main, together
+from accel_ckpt.folder.all_ranks import raise_if_any_failed, run_on_all_ranks, run_on_main
 from accel_state.process.state import current_process
 
 
@@ -18,7 +18,7 @@ def _fail_on(failing: list[int]) -> str:
         return process.rank
 
     try:
-        return f"made {together(work, process, 'writing')}"
+        return f"made {run_on_all_ranks(work, process, 'writing')}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -48,7 +48,7 @@ def _from_main(fail: bool) -> str:
         return {"rank": process.rank}
 
     try:
-        return str(from_main(work, process, "opening"))
+        return str(run_on_main(work, process, "opening"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -63,10 +63,10 @@ def test_the_main_process_decides(world: Any) -> None:
 
 def test_alone() -> None:
     process = current_process()
-    agree(None, process, "x")
-    assert together(lambda: 3, process, "x") == from_main(lambda: 3, process, "x") == 3
+    raise_if_any_failed(None, process, "x")
+    assert run_on_all_ranks(lambda: 3, process, "x") == run_on_main(lambda: 3, process, "x") == 3
     with pytest.raises(KeyError, match="k"):
-        agree(KeyError("k"), process, "x")
+        raise_if_any_failed(KeyError("k"), process, "x")
 
 
 def test_the_error_is_a_runtime_error() -> None:

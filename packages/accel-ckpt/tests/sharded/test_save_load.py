@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
-from accel_ckpt.folder.all_ranks import together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.folder.staging import release_memory, staged
 from accel_ckpt.sharded import dcp_reader, save_load
@@ -166,7 +166,7 @@ def save_in_the_background(folder: str, failing: int | None) -> list[float] | st
     with staged(folder, blocking=False) as staging:
         save_sharded_state(staging.path, [model], [optimizer])
         act = fail if process_rank() == failing else nothing
-        staging.write_together(lambda group: together(act, current_process(), "failing", group))
+        staging.write_together(lambda group: run_on_all_ranks(act, current_process(), "failing", group))
         own = staging.writer
     losses = train(model, optimizer, range(3, 7))  # changes what is being saved
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def agree(error: Exception | None, process: ProcessInfo, task: str, group: Any = None) -> None:
+def raise_if_any_failed(error: Exception | None, process: ProcessInfo, task: str, group: Any = None) -> None:
     """Let all processes know whether one of them failed. Every process must call this.
 
     Args:
@@ -32,21 +32,22 @@ def agree(error: Exception | None, process: ProcessInfo, task: str, group: Any =
     # Texts, not the exceptions: an exception may hold what does not pickle, or a type that others lack.
     reports: list[str | None] = [None]
     if process.world_size > 1:
-        reports = collect(None if error is None else f"{type(error).__name__}: {error}", process, group)
+        report = None if error is None else f"{type(error).__name__}: {error}"
+        reports = all_gather_object(report, process, group)
     if error is not None:
         raise error
-    failed = [f"process {rank}: {report}" for rank, report in enumerate(reports) if report is not None]
+    failed = [f"process {rank}: {text}" for rank, text in enumerate(reports) if text is not None]
     if failed:
         raise CheckpointError(f"{task} failed on another process. {'; '.join(failed)}")
 
 
-def collect(value: Any, process: ProcessInfo, group: Any = None) -> list[Any]:
+def all_gather_object(value: Any, process: ProcessInfo, group: Any = None) -> list[Any]:
     """Give every process what each of them has. Every process must call this.
 
     Args:
         value: What this one has; it must pickle.
         process: This process.
-        group: As for `agree`.
+        group: As for `raise_if_any_failed`.
 
     Returns:
         The values in rank order.
@@ -58,31 +59,31 @@ def collect(value: Any, process: ProcessInfo, group: Any = None) -> list[Any]:
     return values
 
 
-def together(function: Callable[[], _T], process: ProcessInfo, task: str, group: Any = None) -> _T:
+def run_on_all_ranks(function: Callable[[], _T], process: ProcessInfo, task: str, group: Any = None) -> _T:
     """Call a function on every process, and agree on how it went.
 
     Args:
         function: What to do here.
         process: This process.
         task: What it is, for the message.
-        group: As for `agree`.
+        group: As for `raise_if_any_failed`.
 
     Returns:
         What the function returned here.
 
     Raises:
-        Exception: As `agree`.
+        Exception: As `raise_if_any_failed`.
     """
     error: Exception | None = None
     try:
         result = function()
     except Exception as caught:
         error = caught
-    agree(error, process, task, group)
+    raise_if_any_failed(error, process, task, group)
     return result
 
 
-def from_main(function: Callable[[], _T], process: ProcessInfo, task: str) -> _T:
+def run_on_main(function: Callable[[], _T], process: ProcessInfo, task: str) -> _T:
     """Call a function on the first process, and give its result to all.
 
     Args:

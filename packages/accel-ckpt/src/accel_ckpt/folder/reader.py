@@ -16,7 +16,7 @@ from accel_ckpt.files import digests, tensors, values
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.folder import manifest, recovery
-from accel_ckpt.folder.all_ranks import from_main, together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks, run_on_main
 from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.read_into import fill
 from accel_ops.modules import extract_model_from_parallel
@@ -136,11 +136,11 @@ def open_checkpoint(
     """
     device = _device(map_location, process)
     # One process per machine may have to finish an interrupted commit, before the others look.
-    together(
+    run_on_all_ranks(
         lambda: recovery.find(input_dir) if process.is_local_main else None, process, "opening the checkpoint"
     )
 
-    # Runs on each process by itself; `together` makes one process's error the error of all.
+    # Runs on each process by itself; `run_on_all_ranks` makes one process's error the error of all.
     def check() -> Reading:
         folder = recovery.find(input_dir)
         described = manifest.read(folder)
@@ -168,10 +168,10 @@ def open_checkpoint(
         strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
         return replace(reading, strangers=strangers)
 
-    reading = together(check, process, "checking the checkpoint")
+    reading = run_on_all_ranks(check, process, "checking the checkpoint")
     # "save" is the token of one save; None for folders of another implementation, on all machines alike.
-    saved = from_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")
-    together(lambda: _check_same(reading, saved), process, "checking the checkpoint")
+    saved = run_on_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")
+    run_on_all_ranks(lambda: _check_same(reading, saved), process, "checking the checkpoint")
     return reading
 
 

@@ -26,7 +26,7 @@ from accel_ckpt.files.digests import FileEntry
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
-from accel_ckpt.folder.all_ranks import agree, collect, from_main, together
+from accel_ckpt.folder.all_ranks import all_gather_object, raise_if_any_failed, run_on_all_ranks, run_on_main
 from accel_ckpt.folder.links import Earlier, earlier_than, one_chunk
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
@@ -231,7 +231,7 @@ def staged(
             except Exception as caught:
                 error = error or caught
         # Every process gets here: one that failed must not leave the others waiting in a collective.
-        agree(error, process, "writing the checkpoint")
+        raise_if_any_failed(error, process, "writing the checkpoint")
         if blocking:
             handed_on = True
             _finish(staging, process, None)
@@ -274,7 +274,7 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
         # Relative, as another machine may mount the same folder elsewhere.
         return path.relative_to(target.parent).as_posix(), token
 
-    name, token = from_main(prepare, process, "opening the checkpoint folder")
+    name, token = run_on_main(prepare, process, "opening the checkpoint folder")
     path = target.parent / name
 
     def join() -> bool:
@@ -284,7 +284,7 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
         path.mkdir(parents=True)
         return True
 
-    owner = together(join, process, "opening the checkpoint folder")
+    owner = run_on_all_ranks(join, process, "opening the checkpoint folder")
     memory = None if blocking else _memory_for(process)
     # No bar for a save in the background: it would be drawn across the output of training.
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
@@ -303,12 +303,12 @@ def _finish(staging: Staging, process: ProcessInfo, group: Any) -> None:
             function(group)
         # Every step is agreed on before the next begins: none seals before all have written, none
         # commits before all have sealed.
-        own = together(lambda: _write_later(staging), process, "writing the checkpoint", group)
-        written = collect(own, process, group)
-        together(lambda: _seal(staging, process, written), process, "writing the checkpoint", group)
+        own = run_on_all_ranks(lambda: _write_later(staging), process, "writing the checkpoint", group)
+        written = all_gather_object(own, process, group)
+        run_on_all_ranks(lambda: _seal(staging, process, written), process, "writing the checkpoint", group)
         sealed = True
-        together(lambda: _commit(staging), process, "committing the checkpoint", group)
-        together(lambda: _follow_up(staging), process, "cleaning up after the checkpoint", group)
+        run_on_all_ranks(lambda: _commit(staging), process, "committing the checkpoint", group)
+        run_on_all_ranks(lambda: _follow_up(staging), process, "cleaning up after the checkpoint", group)
     finally:
         _close(staging, sealed)
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
-from accel_ckpt.folder.all_ranks import collect, together
+from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.sharded.dcp_index import Written, write_index, written_by
 from accel_ckpt.sharded.dcp_plan import own_items
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
@@ -82,8 +82,8 @@ def _write_in_turns(
         meshes = meshes_of(flat)
         return flat, paths, meshes, layout_of(flat, paths, meshes)
 
-    flat, paths, meshes, layout = together(describe, process, task, group)
-    found = common_copies(collect(layout, process, group), process.rank)
+    flat, paths, meshes, layout = run_on_all_ranks(describe, process, task, group)
+    found = common_copies(all_gather_object(layout, process, group), process.rank)
     if found is None:
         return False
     copies = dict(zip(meshes, found, strict=True))
@@ -176,7 +176,7 @@ def read_index(folder: Path, process: ProcessInfo) -> Metadata:
     Raises:
         Exception: What went wrong here; a CheckpointError on the other processes.
     """
-    return together(lambda: read_metadata(folder), process, f"reading {folder.name}")
+    return run_on_all_ranks(lambda: read_metadata(folder), process, f"reading {folder.name}")
 
 
 def _without_group(process: ProcessInfo) -> dict[str, Any]:
@@ -205,4 +205,4 @@ def _collective(function: Callable[[], _T], process: ProcessInfo, task: str, gro
                 raise type(cause)(str(cause)) from error
             raise CheckpointError(f"process {rank}: {type(cause).__name__}: {cause}") from error
 
-    return together(call, process, task, group)
+    return run_on_all_ranks(call, process, task, group)

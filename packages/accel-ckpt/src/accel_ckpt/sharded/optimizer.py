@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from accel_ckpt.folder.all_ranks import together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.training_state.undo import remember, remember_groups, unchanged_by_failure
 from accel_state.imports.packages import is_torch_version
@@ -159,7 +159,9 @@ def load_state_in_parts(
         state = state_to_read(model, optimizer, folder, index, process)
     read_folder(state, folder, process, index)
     with unchanged_by_failure(optimizer):
-        together(lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}")
+        run_on_all_ranks(
+            lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}"
+        )
 
 
 @contextlib.contextmanager
@@ -287,7 +289,7 @@ def _new_state(
     try:
         for item in parameters:
             item.grad = None
-        together(step, process, "making the state of an optimizer")
+        run_on_all_ranks(step, process, "making the state of an optimizer")
         with quiet():
             return get_optimizer_state_dict(model, [optimizer])
     finally:

@@ -32,7 +32,7 @@ from accel_ckpt import file_names
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.all_ranks import together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
@@ -210,7 +210,7 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
         there = [name for _, name in parts.folders() if _has(names, name)]
         return {name: read_metadata(folder / name) for name in there}
 
-    indexes = together(read, process, task)
+    indexes = run_on_all_ranks(read, process, task)
     saved = {name: index.state_dict_metadata for name, index in indexes.items()}
     states, lacking = {}, []
     found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
@@ -322,7 +322,7 @@ def pack_extra_state(weights: dict[str, Any], what: str, process: ProcessInfo) -
             packed[name] = (_PACKED, file.getvalue())
         return {**weights, **packed}
 
-    return together(pack, process, f"saving {what}")
+    return run_on_all_ranks(pack, process, f"saving {what}")
 
 
 def without_extra_state(weights: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
         process: This process.
     """
     folder = staging.path / name
-    state = together(lambda: values.encode(state, name), process, f"writing {name}")
+    state = run_on_all_ranks(lambda: values.encode(state, name), process, f"writing {name}")
     if staging.memory is not None:
         state = recursively_apply(_copy, state, staging.memory, {})
         staging.memory.wait_for_cpu()

@@ -17,7 +17,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import plain_file
 from accel_ckpt.folder import recovery
-from accel_ckpt.folder.all_ranks import collect, together
+from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.training_state.compare import Expected, Findings, audit
 from accel_ckpt.training_state.gradients import different_gradients, set_gradients
@@ -233,18 +233,18 @@ def restore(
     gradients = file_names.gradients_file(process_index)
     with ExitStack() as undo:
         undo.callback(set_rng_state, get_rng_state(process), process)
-        findings = together(check, process, "comparing the checkpoint with the objects given")
+        findings = run_on_all_ranks(check, process, "comparing the checkpoint with the objects given")
         if only_check:
             return {}
         generators = _random_states(reading, process_index, process)
         states |= _load_registered(reading, objects, states, process)
-        result = together(load_small, process, "loading the checkpoint")
+        result = run_on_all_ranks(load_small, process, "loading the checkpoint")
         if objects.every and reading.facts.get("open_window") and gradients not in states:
             result = {"step": 0}  # training begins a new window
         _keep_optimizers(objects, undo)
         if objects.parts is not None:
             load_parts(reading.folder, objects.parts, process, compared, strict is not False)
-        together(load, process, "loading the checkpoint")
+        run_on_all_ranks(load, process, "loading the checkpoint")
         undo.pop_all()
     return result
 
@@ -421,10 +421,10 @@ def _random_states(reading: Reading, process_index: int, process: ProcessInfo) -
     def read() -> dict[str, Any]:
         return reading.load(name) or {}
 
-    states: dict[str, Any] = together(read, process, "reading the random generators")
+    states: dict[str, Any] = run_on_all_ranks(read, process, "reading the random generators")
     if process.world_size > saved:
         # Collective, so every process of the larger run calls it, also those that keep their own state.
-        known = collect(fingerprints(states), process)[:saved]
+        known = all_gather_object(fingerprints(states), process)[:saved]
         if all(known):
             return random_states_for(process_index, states, known, process)
     # Without fingerprints of all, new ranks keep the generators that they have.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import values
-from accel_ckpt.folder.all_ranks import collect, together
+from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_parts
@@ -41,7 +41,7 @@ def save_registered(item: Any, index: int, staging: Staging, process: ProcessInf
         staging: The checkpoint that is being written.
         process: This process.
     """
-    state = together(item.state_dict, process, f"state_dict of registered object {index}")
+    state = run_on_all_ranks(item.state_dict, process, f"state_dict of registered object {index}")
     check_local_parts(item, index, state, process)
     state = save_registered_parts(index, state, staging, process)
 
@@ -51,7 +51,7 @@ def save_registered(item: Any, index: int, staging: Staging, process: ProcessInf
             staging.write(values.encode(state, what), file_names.custom_file(index))
 
     # Together, as the next object begins with a collective, which a full disk here must not leave waiting.
-    together(write, process, f"writing {file_names.custom_file(index)}")
+    run_on_all_ranks(write, process, f"writing {file_names.custom_file(index)}")
 
 
 def check_local_parts(obj: Any, index: int, state: Any, process: ProcessInfo) -> None:
@@ -75,7 +75,7 @@ def check_local_parts(obj: Any, index: int, state: Any, process: ProcessInfo) ->
         for path, tensor in _tensors(state).items()
         if not isinstance(tensor, DTensor) and (tensor.is_floating_point() or tensor.is_complex())
     }
-    everyone = collect(own, process)
+    everyone = all_gather_object(own, process)
     if any(other != own for other in everyone):
         paths = dict.fromkeys(path for found in everyone for path in found)
         path = next(path for path in paths if len({found.get(path) for found in everyone}) > 1)
@@ -146,7 +146,7 @@ def load_registered_parts(
         CheckpointError: If the folder does not have what the file names, or models are sharded here and the
             present state has no place for a tensor that was saved in parts.
     """
-    present = _tensors(together(obj.state_dict, process, f"state_dict of registered object {index}"))
+    present = _tensors(run_on_all_ranks(obj.state_dict, process, f"state_dict of registered object {index}"))
     place = folder / file_names.custom_folder(index)
     parts: dict[str, torch.Tensor] = {}
     # A folder that is not there: nothing was in parts when it was saved.

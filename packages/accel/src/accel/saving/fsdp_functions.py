@@ -22,7 +22,7 @@ from accel.saving.adapters import adapter_names, is_peft_model, under_own_names
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.all_ranks import together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save
@@ -209,7 +209,7 @@ def load_fsdp_optimizer(
 
     # A failure in the middle would leave the optimizer half loaded.
     with unchanged_by_failure(inner):
-        together(load, process, f"loading {name}")
+        run_on_all_ranks(load, process, f"loading {name}")
 
 
 def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
@@ -240,7 +240,7 @@ def _parts_at(run: Run, folder: Folder, name: str) -> Path:
             raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
 
     # On all processes, as one that raises alone would leave the others in their next collective.
-    together(find, run.process, f"looking for {name}")
+    run_on_all_ranks(find, run.process, f"looking for {name}")
     return place
 
 
@@ -251,7 +251,7 @@ def _write_whole(run: Run, state: dict[str, Any], folder: Folder, name: str) -> 
         Path(folder).mkdir(parents=True, exist_ok=True)  # several calls save into one folder
         tensors.save(values.encode(state, name), Path(folder) / name, save_on_each_node=each_node)
 
-    together(write, run.process, f"writing {name}")
+    run_on_all_ranks(write, run.process, f"writing {name}")
 
 
 def _read_whole(run: Run, folder: Folder, name: str) -> Any:
@@ -260,4 +260,4 @@ def _read_whole(run: Run, folder: Folder, name: str) -> Any:
     def read() -> Any:
         return values.decode(tensors.load(path, map_location="cpu"))
 
-    return together(read, run.process, f"reading {name}")
+    return run_on_all_ranks(read, run.process, f"reading {name}")

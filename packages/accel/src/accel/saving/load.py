@@ -13,7 +13,7 @@ from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder import manifest, recovery, rotation
-from accel_ckpt.folder.all_ranks import collect, from_main, together
+from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks, run_on_main
 from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.training_state.load import Objects, restore
 from accel_optim.scaler import forget_round
@@ -87,7 +87,7 @@ def load_state(
         hooked = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
         restore(reading, rest, run.process.rank, run.process, hooked=hooked, strict=strict, only_check=True)
     # Where a hook fails on one process, the others must not wait for it in the collectives below.
-    together(call_hooks, run.process, "calling the hooks of load_state")
+    run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
     left = {id(model) for model in shown}
     taken = {index for index, known in enumerate(of_hooks) if id(known) not in left}
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
@@ -183,7 +183,7 @@ def _is_any_there(run: Run, input_dir: str | None) -> bool:
         except FileNotFoundError:
             return False
 
-    return any(collect(together(look, process, "looking for a checkpoint"), process))
+    return any(all_gather_object(run_on_all_ranks(look, process, "looking for a checkpoint"), process))
 
 
 def _project_root(run: Run) -> Path:
@@ -200,7 +200,7 @@ def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
     """Open the newest sound checkpoint; also return its folder."""
     process = run.process
     root = _project_root(run)
-    found = from_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
+    found = run_on_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
     if not found:
         raise FileNotFoundError(
             f"there is no complete checkpoint in {root}. If there need not be one, as on the first start, "
@@ -213,7 +213,7 @@ def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
         except Exception as error:
             # All are here, with an error each; where one has found damage, all go on to the one before.
             corrupt = str(error) if isinstance(error, CorruptCheckpointError) else None
-            found_damage = [text for text in collect(corrupt, process) if text is not None]
+            found_damage = [text for text in all_gather_object(corrupt, process) if text is not None]
             if not found_damage:
                 raise
             # One process's words are enough: they name the file.

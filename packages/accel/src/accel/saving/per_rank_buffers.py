@@ -15,7 +15,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
 from accel_ckpt import file_names
-from accel_ckpt.folder.all_ranks import collect, together
+from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.training_state.registered import digest
 from accel_ops.modules import unsaved_buffers
 
@@ -31,7 +31,7 @@ def save_own_buffers(run: Run, staging: Staging) -> None:
     buffers = dict(_buffers(run))
     # Digests, so that no buffer travels only to be compared.
     own = [digest(buffer) for buffer in buffers.values()]
-    if any(other != own for other in collect(own, process)):
+    if any(other != own for other in all_gather_object(own, process)):
         # Copies: buffers may share memory, and a file of safetensors has each name by itself.
         state = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         staging.write(state, file_names.buffers_file(process.rank), safe_serialization=True)
@@ -48,7 +48,7 @@ def read_own_buffers(run: Run, reading: Reading) -> dict[str, torch.Tensor]:
     saved = reading.facts.get("world_size")
     # With another number of processes, a rank has other data than before.
     name = file_names.buffers_file(process.rank if saved == process.world_size else 0)
-    return together(lambda: reading.load(name), process, f"reading {name}") or {}
+    return run_on_all_ranks(lambda: reading.load(name), process, f"reading {name}") or {}
 
 
 def set_own_buffers(run: Run, state: Mapping[str, torch.Tensor]) -> None:

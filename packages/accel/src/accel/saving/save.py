@@ -14,7 +14,7 @@ from accel.training.prepare import holds_any
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.folder import rotation
-from accel_ckpt.folder.all_ranks import collect, together
+from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.training_state.frozen_weights import frozen_names
 from accel_ckpt.training_state.gradients import get_gradients
@@ -47,7 +47,7 @@ def save_model(
         if process.is_local_main if each_node else process.is_main:
             save_weights(state, folder, max_shard_size, safe_serialization)
 
-    together(write, process, "saving the model")
+    run_on_all_ranks(write, process, "saving the model")
 
 
 def register(run: Run, objects: Sequence[Any]) -> None:
@@ -145,7 +145,7 @@ def save_state(
             )
 
         # Agreed on before the parts, whose collectives a process that has failed would not join.
-        together(write_shared, process, "writing the checkpoint")
+        run_on_all_ranks(write_shared, process, "writing the checkpoint")
         if saves_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
@@ -287,9 +287,9 @@ def free_number(run: Run, process: ProcessInfo) -> int:
     Machines with disks of their own may have different ones.
     """
     root = checkpoints_root(run.project_configuration)
-    free = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
+    free = run_on_all_ranks(lambda: rotation.next_number(root), process, "naming the checkpoint")
     # All processes must write into one folder: the largest number is free on every disk.
-    number: int = max(collect(free, process))
+    number: int = max(all_gather_object(free, process))
     return number
 
 

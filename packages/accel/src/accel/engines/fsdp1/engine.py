@@ -48,7 +48,7 @@ from accel.engines.sharded.initial_weights import WeightSource
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.all_ranks import together
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.folder.staging import staged
 from accel_state.devices.table import device_spec as device_spec
 from accel_state.parallelism.torch_compat import init_device_mesh
@@ -210,7 +210,7 @@ class FSDP1States(ShardedStates):
             Exception: If it does not fit; a CheckpointError where it does not for another process.
         """
         if self._is_local:
-            together(
+            run_on_all_ranks(
                 lambda: self._load_local(folder), self.engine.context.process, "loading each process's part"
             )
 

@@ -15,7 +15,7 @@ import torch
 from accel.saving.save import save_state
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
-from accel_ckpt.folder.all_ranks import from_main
+from accel_ckpt.folder.all_ranks import run_on_main
 from accel_ckpt.folder.staging import staged
 from accel_state import env
 from accel_state.env.table import VARIABLES
@@ -75,7 +75,7 @@ def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: Win
     """
     process, config = run.process, run.project_configuration
     root = Path(output_path(folder))
-    target = from_main(lambda: _free(root, about.step), process, "naming the bundle")
+    target = run_on_main(lambda: _free(root, about.step), process, "naming the bundle")
     # Otherwise save_state would choose a folder by itself, and count it among the checkpoints.
     named, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
     try:
