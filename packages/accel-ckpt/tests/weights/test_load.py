@@ -31,7 +31,7 @@ from accel_ckpt.weights.load import (
     load_state_dict,
 )
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
-from accel_ckpt.weights.placement import Placing
+from accel_ckpt.weights.placement import WeightPlacement
 
 # Damaged files
 
@@ -339,9 +339,9 @@ def load_in_place(
     offload_buffers: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Load weights, leave those of the disk in safetensors, and return their entries."""
-    placing = Placing.of(device_map, folder, dtype, offload_buffers, in_place=True)
-    load_placed(model, file, placing, strict=False, full_state_dict=True, broadcast_from_rank0=False)
-    return placing.index
+    placement = WeightPlacement.from_options(device_map, folder, dtype, offload_buffers, in_place=True)
+    load_placed(model, file, placement, strict=False, full_state_dict=True, broadcast_from_rank0=False)
+    return placement.index
 
 
 DISK = {"": "cpu", "a": "disk", "b": "disk", "seen": "disk"}

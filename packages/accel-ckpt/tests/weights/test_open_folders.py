@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_ckpt.weights.offload import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
-from accel_ckpt.weights.open_folders import check_not_in_use, readers_of
+from accel_ckpt.weights.open_folders import check_not_in_use, open_folders_of
 
 
 class Hook:
@@ -59,4 +59,6 @@ def test_the_readers_of_a_model_are_found_wherever_its_hooks_have_them(folder: P
     both = type("Several", (), {"hooks": (Hook(None), Hook(ChainMap({}, PrefixedDataset(loaders[1], ""))))})
     vars(model[1])["_hf_hook"] = both()
 
-    assert {id(loader) for loader in loaders} & readers_of(model) == {id(loader) for loader in loaders[:2]}
+    assert {id(loader) for loader in loaders} & open_folders_of(model) == {
+        id(loader) for loader in loaders[:2]
+    }

@@ -16,9 +16,9 @@ from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import listed_file
 from accel_ckpt.files.safetensors_header import shortened
 from accel_ckpt.weights.files import WeightFile, find_extra_state, find_weight_files
-from accel_ckpt.weights.model_tensors import Slots, without_wrapper_names
+from accel_ckpt.weights.model_tensors import ModelTensors, without_wrapper_names
 from accel_ckpt.weights.offload import load_offloaded_weight, replace_offloaded
-from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
+from accel_ckpt.weights.placement import DeviceMap, WeightPlacement, device_for, memory_device
 from accel_ops.modules import extract_model_from_parallel, model_has_dtensor
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
@@ -126,14 +126,16 @@ def load_checkpoint_in_model(
             "offload_8bit_bnb=True: weights that bitsandbytes quantized are not offloaded. Quantize a model "
             "while it is loaded, with accel.utils.load_and_quantize_model, which takes a device_map too."
         )
-    placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
-    load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
+    placement = WeightPlacement.from_options(
+        device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules
+    )
+    load_placed(model, checkpoint, placement, strict, full_state_dict, broadcast_from_rank0)
 
 
 def load_placed(
     model: torch.nn.Module,
     checkpoint: Folder,
-    placing: Placing,
+    placement: WeightPlacement,
     strict: bool,
     full_state_dict: bool,
     broadcast_from_rank0: bool,
@@ -145,7 +147,7 @@ def load_placed(
     Args:
         model: The model.
         checkpoint: A file, an index or a folder.
-        placing: Where weights go; has the entries of those on the disk afterwards.
+        placement: Where weights go; has the entries of those on the disk afterwards.
         strict: Whether names have to agree.
         full_state_dict: Whether each process's files have whole tensors.
         broadcast_from_rank0: Whether the main process reads for all.
@@ -155,36 +157,36 @@ def load_placed(
         RuntimeError: As there, and likewise TypeError, OSError and CheckpointError.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)  # whose names files have
-    if model_has_dtensor(model) and placing.device_map is not None:
+    if model_has_dtensor(model) and placement.device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
-    if broadcast_from_rank0 and placing.device_map is not None:
+    if broadcast_from_rank0 and placement.device_map is not None:
         warn("broadcast_from_rank0 is ignored: with a device_map each process reads for itself.")
     elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
-        if placing.dtype is not None:
+        if placement.dtype is not None:
             warn(
                 "dtype is ignored: weights that are sharded or sent take the model's dtype. Convert the "
                 "model instead.",
             )
         _load_collectively(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
-    slots = Slots(model)
-    placing.check(slots)
+    targets = ModelTensors(model)
+    placement.check(targets)
     # Twice through the files, the first time for names and shapes: mapped, so that no weight is read for it.
     files = find_weight_files(checkpoint)
     files += find_extra_state(checkpoint, files)
     offloaded = _offloaded(model)
     # With a device map they are placed again; or it is an error, as with a dtype.
-    replaced = offloaded if placing.device_map is None and placing.dtype is None else {}
-    found = _check_files(slots, files, checkpoint, strict, placing, replaced)
-    if placing.in_place and placing.device_map is not None:
-        _check_values(slots, found & slots.expected | offloaded.keys(), placing.device_map, checkpoint)
-    elif placing.device_map is not None or placing.dtype is not None:
-        _check_not_offloaded(slots, found, offloaded, checkpoint)
+    replaced = offloaded if placement.device_map is None and placement.dtype is None else {}
+    found = _check_files(targets, files, checkpoint, strict, placement, replaced)
+    if placement.in_place and placement.device_map is not None:
+        _check_values(targets, found & targets.expected | offloaded.keys(), placement.device_map, checkpoint)
+    elif placement.device_map is not None or placement.dtype is not None:
+        _check_not_offloaded(targets, found, offloaded, checkpoint)
     try:
-        _place_files(slots, files, placing, replaced)
+        _place_files(targets, files, placement, replaced)
     # Also on Ctrl-C: a model that is half loaded looks like one that is loaded.
     except BaseException:
-        placing.undo(slots)
+        placement.undo(targets)
         raise
 
 
@@ -200,21 +202,21 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
         ValueError: If the model has no such weight, or one of another shape.
         CorruptCheckpointError: If a file is damaged, or a name leads out of the folder.
     """
-    slots, folder = Slots(model), Path(offload_folder)
+    targets, folder = ModelTensors(model), Path(offload_folder)
     for name, entry in (index or {}).items():
-        if name not in slots:
+        if name not in targets:
             raise ValueError(
                 f"{type(model).__name__} has no weight {name!r}, which {folder} has. Leave it out of index."
             )
         value = load_offloaded_weight(listed_file(folder, f"{name}.dat", folder / "index.json"), entry)
-        own = slots.get(name)
+        own = targets.get(name)
         if value.shape != own.shape:
             raise ValueError(
                 f"{name} has the shape {list(value.shape)} in {folder} and {list(own.shape)} in "
                 f"{type(model).__name__}."
             )
         # copy=True: a mapped tensor would keep the file in use after the folder is deleted.
-        slots.put(name, value.to(own.dtype, copy=True))
+        targets.put(name, value.to(own.dtype, copy=True))
 
 
 def _map_file(file: WeightFile) -> dict[str, Any]:
@@ -234,28 +236,28 @@ def _read(file: Folder, **options: Any) -> dict[str, Any]:
 
 
 def _check_files(
-    slots: Slots,
+    targets: ModelTensors,
     files: list[WeightFile],
     checkpoint: Folder,
     strict: bool,
-    placing: Placing,
+    placement: WeightPlacement,
     offloaded: Offloaded,
 ) -> set[str]:
     """Compare names and shapes, while the model is as it was; return the names in the files."""
     found: set[str] = set()
     for file in files:
-        state = without_wrapper_names(_map_file(file), slots.expected)
+        state = without_wrapper_names(_map_file(file), targets.expected)
         found |= state.keys()
-        ours = {name: state[name] for name in state if name in slots and name in slots.expected}
+        ours = {name: state[name] for name in state if name in targets and name in targets.expected}
         for name, value in ours.items():
-            _check_shape(slots, name, value, file.path)
-            _replace(slots, offloaded, name, value, (file.path, name), only_check=True)
-        placing.check_folder(slots, ((name, value, file.path) for name, value in ours.items()))
+            _check_shape(targets, name, value, file.path)
+            _replace(targets, offloaded, name, value, (file.path, name), only_check=True)
+        placement.check_folder(targets, ((name, value, file.path) for name, value in ours.items()))
         del state, ours
-    known = found & slots.expected
-    tied = {other for name in known if name in slots for other in slots.names(name)}
+    known = found & targets.expected
+    tied = {other for name in known if name in targets for other in targets.names(name)}
     _report_differences(
-        slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict
+        targets.expected - known - tied, found - targets.expected, targets.model, checkpoint, strict
     )
     return found
 
@@ -274,10 +276,12 @@ def _offloaded(model: torch.nn.Module) -> Offloaded:
 
 
 def _check_not_offloaded(
-    slots: Slots, found: set[str], offloaded: Collection[str], checkpoint: Folder
+    targets: ModelTensors, found: set[str], offloaded: Collection[str], checkpoint: Folder
 ) -> None:
     """Check that hooks would not put earlier weights in the places of those that are loaded."""
-    lost = [name for name in sorted(offloaded) if name in slots and not found.isdisjoint(slots.names(name))]
+    lost = [
+        name for name in sorted(offloaded) if name in targets and not found.isdisjoint(targets.names(name))
+    ]
     if lost:
         raise RuntimeError(
             f"{checkpoint} cannot fill {shortened(lost)} with a device_map or dtype: they are offloaded, and "
@@ -286,16 +290,16 @@ def _check_not_offloaded(
         )
 
 
-def _check_values(slots: Slots, found: set[str], device_map: DeviceMap, checkpoint: Folder) -> None:
+def _check_values(targets: ModelTensors, found: set[str], device_map: DeviceMap, checkpoint: Folder) -> None:
     """Check that no weight of a model that is to be dispatched would stay without values."""
-    model = slots.model
+    model = targets.model
     lost = [
         name
         for entries in (model.named_parameters(), model.named_buffers())
         for name, value in entries
         if value.is_meta
         # Of the files only names of the state dict count, which not all buffers are in.
-        and found.isdisjoint(slots.names(name))
+        and found.isdisjoint(targets.names(name))
         and str(device_for(name, device_map, default="meta")) != "meta"
     ]
     if lost:
@@ -306,27 +310,27 @@ def _check_values(slots: Slots, found: set[str], device_map: DeviceMap, checkpoi
         )
 
 
-def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
-    own = slots.get(name)
+def _check_shape(targets: ModelTensors, name: str, value: Any, file: Path) -> None:
+    own = targets.get(name)
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(f"{name} is a {type(value).__name__} in {file}, where a tensor is expected.")
     if value.shape != own.shape:
         raise RuntimeError(
             f"{name} has the shape {list(value.shape)} in {file} and {list(own.shape)} in "
-            f"{type(slots.model).__name__}."
+            f"{type(targets.model).__name__}."
         )
     # DTensors are loaded elsewhere; a plain tensor would replace a quantized weight of torchao.
     if hasattr(own, "__tensor_flatten__") and not hasattr(value, "__tensor_flatten__"):
         raise RuntimeError(
             f"{name} is a plain tensor in {file}, and of the class {type(own).__name__} in "
-            f"{type(slots.model).__name__}. Load the weights before the model is quantized."
+            f"{type(targets.model).__name__}. Load the weights before the model is quantized."
         )
 
 
 def _place_files(
-    slots: Slots,
+    targets: ModelTensors,
     files: list[WeightFile],
-    placing: Placing,
+    placement: WeightPlacement,
     offloaded: Offloaded,
 ) -> None:
     extra: dict[str, Any] = {}
@@ -336,22 +340,22 @@ def _place_files(
         inside: dict[int, str] = {}
         for name, value in state.items():
             inside.setdefault(id(value), name)
-        for name, value in without_wrapper_names(state, slots.expected).items():
-            if name in slots and name in slots.expected:
+        for name, value in without_wrapper_names(state, targets.expected).items():
+            if name in targets and name in targets.expected:
                 source = file.path, inside[id(value)]
-                if not _replace(slots, offloaded, name, value, source):
-                    placing.place(slots, name, value, source)
-            elif name in slots.expected:
-                # In expected and not in slots: neither a parameter nor a buffer.
+                if not _replace(targets, offloaded, name, value, source):
+                    placement.place(targets, name, value, source)
+            elif name in targets.expected:
+                # In `expected` and not in `targets`: neither a parameter nor a buffer.
                 extra[name] = value  # what a module's get_extra_state gave
         del state
-    placing.finish()
+    placement.finish()
     if extra:
-        slots.model.load_state_dict(extra, strict=False)
+        targets.model.load_state_dict(extra, strict=False)
 
 
 def _replace(
-    slots: Slots,
+    targets: ModelTensors,
     offloaded: Offloaded,
     name: str,
     value: torch.Tensor,
@@ -359,7 +363,7 @@ def _replace(
     only_check: bool = False,
 ) -> bool:
     """Replace a weight where it is kept, or check that this can be done; False if it is not offloaded."""
-    kept = next((offloaded[other] for other in slots.names(name) if other in offloaded), None)
+    kept = next((offloaded[other] for other in targets.names(name) if other in offloaded), None)
     if kept is not None:
         in_place = source[0].name.endswith(".safetensors")
         replace_offloaded(*kept, value, source if in_place else None, only_check)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Slots:
+class ModelTensors:
     """Where the weights of a model are, also those that have several names.
 
     Args:

@@ -30,7 +30,7 @@ from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.paths import check_inside, listed_file
 from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
-from accel_ckpt.weights.open_folders import check_not_in_use, note_reader
+from accel_ckpt.weights.open_folders import check_not_in_use, register_open_folder
 from accel_ops.collectives.pack_sections import as_bytes
 
 INDEX = "index.json"
@@ -282,11 +282,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             {str(entry["safetensors_file"]) for entry in self.index.values() if "safetensors_file" in entry}
         )
         self._files: dict[str, str] = {}
-        note_reader(self)
+        register_open_folder(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        note_reader(self)
+        register_open_folder(self)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:

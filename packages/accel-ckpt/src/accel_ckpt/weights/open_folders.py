@@ -26,7 +26,7 @@ class _Reader(Protocol):
 _readers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def note_reader(reader: _Reader) -> None:
+def register_open_folder(reader: _Reader) -> None:
     """Remember who reads weights of a folder, for as long as it is there.
 
     Args:
@@ -35,7 +35,7 @@ def note_reader(reader: _Reader) -> None:
     _readers[id(reader)] = reader
 
 
-def readers_of(model: Any) -> set[int]:
+def open_folders_of(model: Any) -> set[int]:
     """Return the ids of the readers that a model's hooks have.
 
     Args:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from accel_ckpt.weights.mapped import converted
-from accel_ckpt.weights.model_tensors import Slots
+from accel_ckpt.weights.model_tensors import ModelTensors
 from accel_ckpt.weights.offload import make_offload_folder, offload_weight, save_offload_index
-from accel_ckpt.weights.open_folders import check_not_in_use, readers_of
+from accel_ckpt.weights.open_folders import check_not_in_use, open_folders_of
 from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
 
@@ -58,7 +58,7 @@ def memory_device(device: int | str | torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Placing:
+class WeightPlacement:
     """Where a load places weights, by its options.
 
     Args:
@@ -83,7 +83,7 @@ class Placing:
     before: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         device_map: DeviceMap | None,
         offload_folder: Folder | None,
@@ -91,7 +91,7 @@ class Placing:
         offload_buffers: bool,
         fp32_modules: list[str] | None = None,
         in_place: bool = False,
-    ) -> Placing:
+    ) -> WeightPlacement:
         """Check options as a user gives them."""
         if device_map is not None and not isinstance(device_map, Mapping):
             raise TypeError(
@@ -106,42 +106,42 @@ class Placing:
             device_map, folder, read_dtype(dtype), offload_buffers, tuple(fp32_modules or ()), in_place
         )
 
-    def check(self, slots: Slots) -> None:
+    def check(self, targets: ModelTensors) -> None:
         """Raise ValueError if the device map has no entry for a weight of the model."""
         if self.device_map is not None:
-            for name in sorted(slots.expected):
+            for name in sorted(targets.expected):
                 device_for(name, self.device_map)
 
     def place(
-        self, slots: Slots, name: str, value: torch.Tensor, source: tuple[Path, str] | None = None
+        self, targets: ModelTensors, name: str, value: torch.Tensor, source: tuple[Path, str] | None = None
     ) -> None:
         """Put one weight where it belongs.
 
         Args:
-            slots: The weights of the model.
+            targets: The weights of the model.
             name: Name of the weight.
             value: The weight as the checkpoint has it; it is copied, unless it can stay where it is mapped.
             source: The file of the weight and its name there, if it can be read in place.
         """
-        own = slots.get(name)
-        if own.is_meta and self.before.keys().isdisjoint(slots.names(name)):
+        own = targets.get(name)
+        if own.is_meta and self.before.keys().isdisjoint(targets.names(name)):
             # Only what was without values can be put back; weights that were filled in place are overwritten.
             self.before[name] = own
         dtype = self._dtype_of(name, own)
         if self.device_map is None:
             if own.is_meta:
-                slots.put(name, value.to("cpu", dtype, copy=True))
+                targets.put(name, value.to("cpu", dtype, copy=True))
             else:
                 _fill(own, value, dtype)
             return
-        device = self._device_of(slots, name)
+        device = self._device_of(targets, name)
         if device == "disk":
             self._offload(name, value, dtype, source)
             if self.in_place:
-                self._forget_other_names(slots, name)
-            slots.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
+                self._forget_other_names(targets, name)
+            targets.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
         else:
-            slots.put(name, value.to(device, dtype, copy=not self._stays_mapped(name, source)))
+            targets.put(name, value.to(device, dtype, copy=not self._stays_mapped(name, source)))
 
     def finish(self) -> None:
         """Write the index of what went to the disk."""
@@ -149,17 +149,17 @@ class Placing:
             written = {name: entry for name, entry in self.index.items() if "safetensors_file" not in entry}
             save_offload_index(written, self.offload_folder)
 
-    def undo(self, slots: Slots) -> None:
+    def undo(self, targets: ModelTensors) -> None:
         """Take back what a load that failed has placed: weights that had no values have none again."""
         for name, own in self.before.items():
-            slots.restore(name, own)
+            targets.restore(name, own)
         for name, entry in self.index.items():
             if "safetensors_file" not in entry and self.offload_folder is not None:
                 (self.offload_folder / f"{name}.dat").unlink(missing_ok=True)
 
-    def _forget_other_names(self, slots: Slots, name: str) -> None:
+    def _forget_other_names(self, targets: ModelTensors, name: str) -> None:
         """Of a tied weight that files have several times the last counts, as in load_state_dict."""
-        for other in slots.names(name):
+        for other in targets.names(name):
             entry = None if other == name else self.index.pop(other, None)
             if entry is not None and "safetensors_file" not in entry and self.offload_folder is not None:
                 (self.offload_folder / f"{other}.dat").unlink(missing_ok=True)
@@ -195,11 +195,13 @@ class Placing:
         same = value.dtype == dtype or self.offload_folder is None
         return self.in_place and _is_safetensors(file) and same
 
-    def check_folder(self, slots: Slots, weights: Iterable[tuple[str, torch.Tensor, Path | None]]) -> None:
+    def check_folder(
+        self, targets: ModelTensors, weights: Iterable[tuple[str, torch.Tensor, Path | None]]
+    ) -> None:
         """Check that no weight that will be written replaces one that another model reads from the folder.
 
         Args:
-            slots: The weights of the model.
+            targets: The weights of the model.
             weights: Weights of the model by name, each with its file, if it can be read in place.
 
         Raises:
@@ -210,11 +212,11 @@ class Placing:
         written = {
             name
             for name, value, file in weights
-            if self._device_of(slots, name) == "disk"
-            and not (file and self._is_read_in_place(value, self._dtype_of(name, slots.get(name)), file))
+            if self._device_of(targets, name) == "disk"
+            and not (file and self._is_read_in_place(value, self._dtype_of(name, targets.get(name)), file))
         }
         if written:
-            check_not_in_use(self.offload_folder, written, readers_of(slots.model))
+            check_not_in_use(self.offload_folder, written, open_folders_of(targets.model))
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write a weight to the folder for "disk", which there has to be.
@@ -231,14 +233,14 @@ class Placing:
         make_offload_folder(self.offload_folder)
         offload_weight(value, name, self.offload_folder, self.index)
 
-    def _device_of(self, slots: Slots, name: str) -> str:
+    def _device_of(self, targets: ModelTensors, name: str) -> str:
         assert self.device_map is not None
-        wanted = [device_for(other, self.device_map) for other in slots.names(name)]
+        wanted = [device_for(other, self.device_map) for other in targets.names(name)]
         # Tied weights are one tensor: it cannot be in memory under one name and on the disk under another.
         in_memory = [memory_device(device) for device in wanted if str(device) != "disk"]
         if in_memory:
             return in_memory[0]
-        return "disk" if self.offload_buffers or name not in slots.buffers else "cpu"
+        return "disk" if self.offload_buffers or name not in targets.buffers else "cpu"
 
     def _dtype_of(self, name: str, own: torch.Tensor) -> torch.dtype:
         if self.dtype is None or not own.is_floating_point():

@@ -34,7 +34,7 @@ from accel.big_models.placement.requested import (
 )
 from accel_ckpt.weights.load import device_for, load_placed
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
-from accel_ckpt.weights.placement import Placing
+from accel_ckpt.weights.placement import WeightPlacement
 
 Folder = str | os.PathLike[str]
 DeviceMap = Mapping[str, Device]
@@ -174,8 +174,10 @@ def load_checkpoint_and_dispatch(
     if device_map is not None:
         check_placement(model, device_map)
     # Weights of "disk" stay in the safetensors files that have them.
-    placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, in_place=True)
-    load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
+    placement = WeightPlacement.from_options(
+        device_map, offload_folder, dtype, offload_buffers, in_place=True
+    )
+    load_placed(model, checkpoint, placement, strict, full_state_dict, broadcast_from_rank0)
     if device_map is None:
         return model
     _forget_replaced(model)
@@ -183,7 +185,7 @@ def load_checkpoint_and_dispatch(
         model,
         device_map,
         offload_dir=offload_folder,
-        offload_index=placing.index,
+        offload_index=placement.index,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,

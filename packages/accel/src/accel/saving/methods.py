@@ -62,10 +62,10 @@ class CheckpointControl:
         """
         with observed(self.run, "saving"):
             from accel.saving import save
-            from accel.saving.saving_process import savers
+            from accel.saving.saving_process import saving_process
 
             output_dir = output_path(output_dir)
-            process = savers(self.run, "save_state", main_process_only)
+            process = saving_process(self.run, "save_state", main_process_only)
             if process is None:
                 return save.folder_saved(self.run, output_dir)
             save_model_func_kwargs["process"] = process
@@ -100,9 +100,9 @@ class CheckpointControl:
             ValueError: If there is no folder to save to, or the system has none of the signals.
             RuntimeError: If this is not the main thread.
         """
-        from accel.saving.preemption import announced_end
+        from accel.saving.preemption import preemption_signal
 
-        why = announced_end(self.run, output_dir, signals)
+        why = preemption_signal(self.run, output_dir, signals)
         if why is None:
             return
         try:
@@ -170,9 +170,9 @@ class CheckpointControl:
         Every process calls it, or the main process alone: `main_process_only` is as for `save_state`.
         """
         from accel.saving import save
-        from accel.saving.saving_process import savers
+        from accel.saving.saving_process import saving_process
 
-        process = savers(self.run, "save_model", main_process_only)
+        process = saving_process(self.run, "save_model", main_process_only)
         if process is not None:
             state = self.get_state_dict(model)
             folder = output_path(save_directory)

@@ -65,7 +65,7 @@ class Preemption:
             before(number, frame)
 
 
-def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:
+def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:
     """Return the signal to end that any process got; every process calls it at the end of each step.
 
     Args:

@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 _MAIN = ("is_main_process", "is_local_main_process")
 
 
-def savers(run: Run, what: str, main_process_only: bool | None) -> ProcessInfo | None:
+def saving_process(run: Run, what: str, main_process_only: bool | None) -> ProcessInfo | None:
     """Find out which processes save. Those that call `save_state` or `save_model` call this.
 
     All save together, however late one comes, unless the call or the program around it says that the main

@@ -24,7 +24,7 @@ from accel_ckpt.weights.offload import (
     read_offload_index,
     save_offload_index,
 )
-from accel_ckpt.weights.open_folders import check_not_in_use, readers_of
+from accel_ckpt.weights.open_folders import check_not_in_use, open_folders_of
 from accel_ops.modules import model_is_sharded
 
 Index = dict[str, dict[str, Any]]
@@ -122,7 +122,7 @@ def collect(
         CorruptCheckpointError: If the folder's index is damaged.
     """
     root = None if folder is None else Path(folder)
-    found = Offloaded(folder=root, own_readers=readers_of(model))
+    found = Offloaded(folder=root, own_readers=open_folders_of(model))
     known: Index | None = None
     groups: dict[int, list[str]] = {}
     tensors = named_tensors(model)

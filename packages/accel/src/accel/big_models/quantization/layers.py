@@ -10,8 +10,8 @@ from torch import nn
 
 from accel.big_models.parameters import on_meta
 from accel.big_models.quantization.config import BnbQuantizationConfig
-from accel_ckpt.weights.model_tensors import Slots
-from accel_ckpt.weights.placement import Placing, device_for, memory_device
+from accel_ckpt.weights.model_tensors import ModelTensors
+from accel_ckpt.weights.placement import WeightPlacement, device_for, memory_device
 from accel_state.imports.packages import require
 
 
@@ -46,13 +46,13 @@ class QuantizedLayers:
         for parent, leaf, linear in self._empty:
             setattr(parent, leaf, linear)
 
-    def take(self, name: str, value: Any, placing: Placing) -> bool:
+    def take(self, name: str, value: Any, placement: WeightPlacement) -> bool:
         """Take a weight of a checkpoint, if it belongs to one of these layers and is not a bias.
 
         Args:
             name: Its name.
             value: The weight, as `check_weights` passed it; it is copied.
-            placing: Where it goes; gets an entry for one that is written to the disk.
+            placement: Where it goes; gets an entry for one that is written to the disk.
 
         Returns:
             Whether it belongs to one of them.
@@ -61,30 +61,30 @@ class QuantizedLayers:
         if not path:
             return False
         if leaf == "weight" and value.is_floating_point():
-            self._set(path, self._quantize(value).to(self._device(path, placing)), placing)
+            self._set(path, self._quantize(value).to(self._device(path, placement)), placement)
         else:
             self._parts.setdefault(path, {})[leaf] = value
         return True
 
-    def finish(self, placing: Placing) -> None:
+    def finish(self, placement: WeightPlacement) -> None:
         """Set the weights of layers that were saved quantized.
 
         Args:
-            placing: Where they go.
+            placement: Where they go.
         """
         set_weight = self._saved_8bit if self._config.load_in_8bit else self._saved_4bit
         for path, parts in self._parts.items():
-            self._set(path, set_weight(parts, self._device(path, placing)), placing)
+            self._set(path, set_weight(parts, self._device(path, placement)), placement)
 
-    def _device(self, path: str, placing: Placing) -> str:
-        assert placing.device_map is not None
-        return memory_device(device_for(f"{path}.weight", placing.device_map))
+    def _device(self, path: str, placement: WeightPlacement) -> str:
+        assert placement.device_map is not None
+        return memory_device(device_for(f"{path}.weight", placement.device_map))
 
-    def _set(self, path: str, weight: Any, placing: Placing) -> None:
+    def _set(self, path: str, weight: Any, placement: WeightPlacement) -> None:
         """Give a layer its quantized weight; for the disk it is written, its statistics stay in memory."""
-        assert placing.device_map is not None
-        if str(device_for(f"{path}.weight", placing.device_map)) == "disk":
-            placing.write(f"{path}.weight", weight)
+        assert placement.device_map is not None
+        if str(device_for(f"{path}.weight", placement.device_map)) == "disk":
+            placement.write(f"{path}.weight", weight)
             weight = on_meta(weight)
         self._layers[path].weight = weight
 
@@ -159,7 +159,7 @@ def check_weights(
         RuntimeError: If a shape differs.
         ValueError: If a layer was saved quantized otherwise, or a weight of the meta device is missing.
     """
-    slots = Slots(model)
+    targets = ModelTensors(model)
     found: set[str] = set()
     parts: dict[str, set[str]] = {}
     surplus = []
@@ -168,15 +168,15 @@ def check_weights(
         if path and (leaf != "weight" or not value.is_floating_point()):
             parts.setdefault(path, set()).add(leaf)
             found.add(f"{path}.weight")
-        elif name not in slots or not isinstance(value, torch.Tensor):
+        elif name not in targets or not isinstance(value, torch.Tensor):
             surplus.append(name)
-        elif value.shape != slots.get(name).shape:
+        elif value.shape != targets.get(name).shape:
             raise RuntimeError(
-                f"{name} has the shape {list(value.shape)} in the weights and {list(slots.get(name).shape)} "
-                f"in {type(model).__name__}."
+                f"{name} has the shape {list(value.shape)} in the weights and "
+                f"{list(targets.get(name).shape)} in {type(model).__name__}."
             )
         else:
-            found.update(slots.names(name))
+            found.update(targets.names(name))
     for path, leaves in parts.items():
         _check_parts(path, leaves, config)
     missing = [name for name, value in model.named_parameters() if value.is_meta and name not in found]

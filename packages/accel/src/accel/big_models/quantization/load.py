@@ -16,8 +16,8 @@ from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.big_models.quantization.layers import QuantizedLayers, check_weights
 from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.load import load_state_dict
-from accel_ckpt.weights.model_tensors import Slots
-from accel_ckpt.weights.placement import DeviceMap, Placing
+from accel_ckpt.weights.model_tensors import ModelTensors
+from accel_ckpt.weights.placement import DeviceMap, WeightPlacement
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
@@ -76,21 +76,23 @@ def load_and_quantize_model(
     if not names:
         warn(f"{type(model).__name__} has no linear layer that is quantized; see skip_modules.")
     placed = _read_map(model, names, config, device_map, max_memory, no_split_module_classes, offload_folder)
-    placing = Placing.of(
+    placement = WeightPlacement.from_options(
         placed, offload_folder, config.torch_dtype, False, config.keep_in_fp32_modules, in_place=True
     )
     # Before layers are replaced, which have these weights.
     own = {} if files else dict(model.state_dict())
     # All is compared before the model changes, for which files are read twice.
     surplus = check_weights(model, names, config, _read(files) if files else own.items())
-    placing.check_folder(Slots(model), ((name, value, None) for name, value in model.state_dict().items()))
+    placement.check_folder(
+        ModelTensors(model), ((name, value, None) for name, value in model.state_dict().items())
+    )
     if surplus:
         warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")
     layers = QuantizedLayers(model, names, config)
-    _fill(model, layers, placing, _read(files) if files else _drain(own))
+    _fill(model, layers, placement, _read(files) if files else _drain(own))
     if device_map is None:
         return model.to(device=placed[""])
-    return dispatch_model(model, placed, offload_dir=offload_folder, offload_index=placing.index)
+    return dispatch_model(model, placed, offload_dir=offload_folder, offload_index=placement.index)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -204,17 +206,17 @@ def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _fill(
-    model: nn.Module, layers: QuantizedLayers, placing: Placing, weights: Iterator[tuple[str, Any]]
+    model: nn.Module, layers: QuantizedLayers, placement: WeightPlacement, weights: Iterator[tuple[str, Any]]
 ) -> None:
     """Quantize the weights of quantized layers, and place the others."""
-    slots = Slots(model)
+    targets = ModelTensors(model)
     try:
         for name, value in weights:
-            if not layers.take(name, value, placing) and name in slots:
-                placing.place(slots, name, value)
-        layers.finish(placing)
-        placing.finish()
+            if not layers.take(name, value, placement) and name in targets:
+                placement.place(targets, name, value)
+        layers.finish(placement)
+        placement.finish()
     except BaseException:
-        placing.undo(slots)
+        placement.undo(targets)
         layers.undo()
         raise
