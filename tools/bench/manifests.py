@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_ckpt.sharded import dcp_plan
-from accel_ckpt.sharded.dcp_index import Written, write_index
-from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
+from accel_ckpt.sharded.dcp_index import WrittenShard, write_index
+from accel_ckpt.sharded.layouts import common_replicas, layout_of, meshes_of
 
 from .row import Row
 from .workers import run_workers
@@ -120,8 +120,8 @@ def measure_index(
         start = time.process_time()
         meshes = meshes_of(weights)
         layout_of(weights, {}, meshes)
-        copies = common_copies([pickle.loads(layout) for layout in layouts], 0) or []
-        items = dcp_plan.own_items(weights, dict(zip(meshes, copies, strict=True)), 0, ranks)
+        copies = common_replicas([pickle.loads(layout) for layout in layouts], 0) or []
+        items = dcp_plan.local_write_items(weights, dict(zip(meshes, copies, strict=True)), 0, ranks)
         write_index(Path(folder), weights, {name: (name,) for name in weights}, sent)
         seconds = time.process_time() - start
         megabytes = _megabytes(sent) if traces else 0.0
@@ -165,16 +165,16 @@ def _weights(ranks: int, layers: int, states: int) -> dict[str, DTensor]:
     }
 
 
-def _parts(weights: dict[str, DTensor], ranks: int) -> list[list[Written]]:
+def _parts(weights: dict[str, DTensor], ranks: int) -> list[list[WrittenShard]]:
     """What each process has written."""
-    parts: list[list[Written]] = [[] for _ in range(ranks)]
+    parts: list[list[WrittenShard]] = [[] for _ in range(ranks)]
     sizes = {name: value.numel() * value.element_size() for name, value in weights.items()}
-    writers = dcp_plan.writers_of(sizes, ranks // SHARDS)
+    writers = dcp_plan.choose_writers(sizes, ranks // SHARDS)
     for turn, (name, replica) in enumerate(writers.items()):
         shape = tuple(weights[name].to_local().shape)
         for shard in range(SHARDS):
             process = replica * SHARDS + shard
             begin = (shape[0] * shard, *(0 for _ in shape[1:]))
             file = f"__{process}_0.distcp"
-            parts[process].append(Written(name, begin, shape, file, turn << 20, 1 << 20))
+            parts[process].append(WrittenShard(name, begin, shape, file, turn << 20, 1 << 20))
     return parts

@@ -18,27 +18,27 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.sharded import dcp_index
-from accel_ckpt.sharded.dcp_index import Written, write_index
+from accel_ckpt.sharded.dcp_index import WrittenShard, write_index
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 
 pytestmark = pytest.mark.core
 
 
-def written(folder: Path, state: dict[str, Any], *parts: list[Written]) -> Metadata:
+def written(folder: Path, state: dict[str, Any], *parts: list[WrittenShard]) -> Metadata:
     """Write an index, and let torch read it."""
     write_index(folder, state, {name: (name,) for name in state}, [pickle.dumps(one) for one in parts])
     return FileSystemReader(folder).read_metadata()
 
 
-def row_of(name: str, process: int, offset: int) -> Written:
+def row_of(name: str, process: int, offset: int) -> WrittenShard:
     """The row of a process, of a tensor of two columns."""
-    return Written(name, (process, 0), (1, 2), f"__{process}_0.distcp", offset, 8)
+    return WrittenShard(name, (process, 0), (1, 2), f"__{process}_0.distcp", offset, 8)
 
 
 def test_an_index_has_all_parts(tmp_path: Path) -> None:
     names = ["a", "b", "c"]
     state = {name: torch.zeros(4, 2) for name in names} | {"lr": 0.1}
-    value = Written("lr", None, None, "__1_0.distcp", 99, 1)
+    value = WrittenShard("lr", None, None, "__1_0.distcp", 99, 1)
     parts = [[row_of(name, process, turn * 8) for turn, name in enumerate(names)] for process in range(4)]
     parts[1].append(value)
 
@@ -123,10 +123,10 @@ def test_a_save_that_fails_leaves_the_index_that_was_there(tmp_path: Path) -> No
 
 
 def test_missing_parts_are_an_error_and_no_index_is_written(tmp_path: Path) -> None:
-    whole = Written("x", (0,), (4,), "__0_0.distcp", 0, 16)
+    whole = WrittenShard("x", (0,), (4,), "__0_0.distcp", 0, 16)
     half = whole._replace(shape=(2,))
     state = {"x": torch.zeros(4), "y": 1}
-    value = Written("y", None, None, "__0_0.distcp", 16, 1)
+    value = WrittenShard("y", None, None, "__0_0.distcp", 16, 1)
     for parts in ([half, value], [whole], [whole, value, value]):
         with pytest.raises(CheckpointError, match=r"have written [02] elements of [xy]"):
             written(tmp_path, state, parts)
@@ -141,7 +141,7 @@ def test_parts_over_each_other_or_outside_are_an_error(
     tmp_path: Path, begins: list[int], shape: tuple[int, ...]
 ) -> None:
     """Their elements are as many as those of the tensor."""
-    parts = [Written("x", (begin,), shape, "__0_0.distcp", 0, 1) for begin in begins]
+    parts = [WrittenShard("x", (begin,), shape, "__0_0.distcp", 0, 1) for begin in begins]
     with pytest.raises(CheckpointError, match="parts of x overlap or lie outside of it"):
         written(tmp_path, {"x": torch.zeros(4)}, parts)
 

@@ -26,9 +26,9 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.sharded import dcp_folder, dcp_plan
 from accel_ckpt.sharded.dcp_folder import write_folder
-from accel_ckpt.sharded.dcp_index import Written, write_index
-from accel_ckpt.sharded.dcp_plan import own_items
-from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
+from accel_ckpt.sharded.dcp_index import WrittenShard, write_index
+from accel_ckpt.sharded.dcp_plan import local_write_items
+from accel_ckpt.sharded.layouts import common_replicas, layout_of, meshes_of
 from accel_state.process.state import current_process
 from accel_world.fake import fake_world
 
@@ -135,7 +135,7 @@ def save_apart(folder: str, own_name: bool) -> list[Any]:
     unknown = mock.patch.object(dcp_folder, "layout_of", return_value=None)
     with (
         closing(Writer()) as writer,
-        mock.patch.object(dcp_folder, "own_items") as chosen,
+        mock.patch.object(dcp_folder, "local_write_items") as chosen,
         nullcontext() if own_name or process.rank else unknown,
     ):
         write_folder(state, Path(folder), process, writer=writer)
@@ -174,18 +174,20 @@ def test_every_part_is_written_once_and_the_index_has_it(
         with fake_world(rank, size):
             state = state_here()
             layouts.append(layout_of(state, {}, meshes_of(state)))
-    written: list[Written] = []
+    written: list[WrittenShard] = []
     counts = Counter[int]()
     for rank in reversed(range(size)):  # the main process's last, for the index
         with fake_world(rank, size):
             state = state_here()
-            copies = common_copies(layouts, rank)
+            copies = common_replicas(layouts, rank)
             assert copies is not None
-            for item in own_items(state, dict(zip(meshes_of(state), copies, strict=True)), rank, size):
+            for item in local_write_items(
+                state, dict(zip(meshes_of(state), copies, strict=True)), rank, size
+            ):
                 assert item.tensor_data is not None
                 chunk = item.tensor_data.chunk
                 begin, part = tuple(chunk.offsets), tuple(chunk.sizes)
-                written.append(Written(item.index.fqn, begin, part, f"__{rank}_0.distcp", 0, 1))
+                written.append(WrittenShard(item.index.fqn, begin, part, f"__{rank}_0.distcp", 0, 1))
                 counts[rank] += item.index.fqn.startswith("plain")
     assert max(counts.values(), default=0) <= max(-(-plain // size), 2)
     full = [part for part in written if 0 not in part.shape]  # type: ignore[operator]
@@ -204,8 +206,8 @@ def test_every_part_is_written_once_and_the_index_has_it(
 
 def test_the_largest_tensors_go_to_different_copies() -> None:
     sizes = {"a": 8, "b": 5, "c": 4, "d": 1, "e": 0, "f": 0}
-    assert dcp_plan.writers_of(sizes, 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0, "f": 1}
-    assert dcp_plan.writers_of(sizes, 9) == {name: number for number, name in enumerate("abcdef")}
+    assert dcp_plan.choose_writers(sizes, 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0, "f": 1}
+    assert dcp_plan.choose_writers(sizes, 9) == {name: number for number, name in enumerate("abcdef")}
 
 
 def fail_alone(folder: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from accel_ckpt.sharded.layouts import Copy, Layout, common_copies, layout_of, meshes_of
+from accel_ckpt.sharded.layouts import Layout, Replica, common_replicas, layout_of, meshes_of
 from accel_world.fake import fake_world
 
 pytestmark = pytest.mark.core
@@ -66,8 +66,8 @@ def test_meshes_that_every_process_is_in_one_of_are_copies() -> None:
     whole = (b"0 1 2 3", 4)
     layouts = [layout_on(whole, left)] * 2 + [layout_on(whole, right)] * 2
 
-    assert common_copies(layouts, 0) == [Copy(0, 1), Copy(0, 2)]
-    assert common_copies(layouts, 3) == [Copy(0, 1), Copy(1, 2)]
+    assert common_replicas(layouts, 0) == [Replica(0, 1), Replica(0, 2)]
+    assert common_replicas(layouts, 3) == [Replica(0, 1), Replica(1, 2)]
 
 
 def test_meshes_that_overlap_are_no_copies_wherever_a_process_sees_one_of_them_twice() -> None:
@@ -83,7 +83,7 @@ def test_meshes_that_overlap_are_no_copies_wherever_a_process_sees_one_of_them_t
                 state[name] = DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False)
             layouts.append(layout(state, {}))
     assert None not in layouts
-    assert [common_copies(layouts, rank) for rank in range(8)] == [None] * 8
+    assert [common_replicas(layouts, rank) for rank in range(8)] == [None] * 8
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_meshes_that_overlap_are_no_copies_wherever_a_process_sees_one_of_them_t
 )
 def test_processes_that_do_not_agree_have_none(others: list[Layout | None]) -> None:
     layouts = [layout_on((b"0 1", 2)), *others]
-    assert [common_copies(layouts, rank) for rank in range(len(layouts))] == [None] * len(layouts)
+    assert [common_replicas(layouts, rank) for rank in range(len(layouts))] == [None] * len(layouts)
 
 
 def test_meshes_are_told_apart_by_ranks_and_shape() -> None:

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
-from accel_ckpt.sharded.dcp_index import Written, write_index, written_by
-from accel_ckpt.sharded.dcp_plan import own_items
+from accel_ckpt.sharded.dcp_index import WrittenShard, write_index, written_shards
+from accel_ckpt.sharded.dcp_plan import local_write_items
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
-from accel_ckpt.sharded.layouts import Layout, common_copies, layout_of, meshes_of
+from accel_ckpt.sharded.layouts import Layout, common_replicas, layout_of, meshes_of
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.info import ProcessInfo
 
@@ -83,14 +83,14 @@ def _write_in_turns(
         return flat, paths, meshes, layout_of(flat, paths, meshes)
 
     flat, paths, meshes, layout = run_on_all_ranks(describe, process, task, group)
-    found = common_copies(all_gather_object(layout, process, group), process.rank)
+    found = common_replicas(all_gather_object(layout, process, group), process.rank)
     if found is None:
         return False
     copies = dict(zip(meshes, found, strict=True))
     storage = _storage(folder, writer)
 
-    def write() -> list[Written]:
-        items = own_items(flat, copies, process.rank, process.world_size)
+    def write() -> list[WrittenShard]:
+        items = local_write_items(flat, copies, process.rank, process.world_size)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(flat)
         storage.set_up_storage_writer(process.is_main)
@@ -99,7 +99,7 @@ def _write_in_turns(
             return []
         # Torch numbers the files by the place of the plan.
         *_, plan = storage.prepare_global_plan([SavePlan([])] * process.rank + [plan])
-        return written_by(storage.write_data(planner.finish_plan(plan), planner).wait(), items)
+        return written_shards(storage.write_data(planner.finish_plan(plan), planner).wait(), items)
 
     own = _collective(write, process, task, group)
     sent: list[Any] = [pickle.dumps(own)]

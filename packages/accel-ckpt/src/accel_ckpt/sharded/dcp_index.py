@@ -31,7 +31,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.sharded.dcp_reader import METADATA
 
 
-class Written(NamedTuple):
+class WrittenShard(NamedTuple):
     """A part that a process has written.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Info(NamedTuple):
 _Chunks = dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]
 
 
-def written_by(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> list[Written]:
+def written_shards(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> list[WrittenShard]:
     """Describe what torch says that it has written, in plain values, which take little to send.
 
     Args:
@@ -94,7 +94,7 @@ def written_by(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> li
         for item in items
     }
     return [
-        Written(
+        WrittenShard(
             result.index.fqn,
             None if result.index.offset is None else tuple(result.index.offset),
             shapes[result.index],
@@ -121,7 +121,7 @@ def write_index(
         folder: The folder.
         state: The flat state dict of this process.
         paths: For each name, its keys in the nested one.
-        sent: For each process the list of what it has written (`Written`), pickled.
+        sent: For each process the list of what it has written (`WrittenShard`), pickled.
         storage_meta: What torch's writer says of itself.
 
     Raises:
@@ -157,7 +157,7 @@ def write_index(
 
 def _parts(
     names: Iterable[str], chunks: _Chunks, sent: Iterable[bytes]
-) -> Iterator[tuple[str, _Chunk | None, Written]]:
+) -> Iterator[tuple[str, _Chunk | None, WrittenShard]]:
     """Iterate over all parts, with their names and places in their tensors.
 
     Of each name, and of parts alike in several tensors, it yields one object: the pickler writes it once.
@@ -186,7 +186,7 @@ class _Places:
         parts: The parts, which can be iterated over once.
     """
 
-    def __init__(self, parts: Iterator[tuple[str, _Chunk | None, Written]]) -> None:
+    def __init__(self, parts: Iterator[tuple[str, _Chunk | None, WrittenShard]]) -> None:
         self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:

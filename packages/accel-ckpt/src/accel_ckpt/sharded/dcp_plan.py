@@ -17,25 +17,25 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from accel_ckpt.sharded.layouts import Copy
+from accel_ckpt.sharded.layouts import Replica
 
 
-def own_items(
-    state: Mapping[str, Any], copies: Mapping[DeviceMesh, Copy], rank: int, size: int
+def local_write_items(
+    state: Mapping[str, Any], copies: Mapping[DeviceMesh, Replica], rank: int, size: int
 ) -> list[WriteItem]:
     """Choose what a process writes: every part once, and about as much by each process.
 
     Args:
         state: The flat state dict, of one layout on all processes.
-        copies: For each mesh, which copy it is; see `common_copies`.
+        copies: For each mesh, which copy it is; see `common_replicas`.
         rank: The process.
         size: How many there are.
     """
     # By what such tensors share: which copy of its part this process has, and their bytes.
-    kinds: dict[Any, tuple[Copy, dict[str, int]]] = {}
+    kinds: dict[Any, tuple[Replica, dict[str, int]]] = {}
     for name, value in state.items():
         kind: Any = None
-        copy = Copy(rank, size)
+        copy = Replica(rank, size)
         if isinstance(value, DTensor):
             kind = value.device_mesh, value.placements
             copy = _copy_of(value, copies[value.device_mesh])
@@ -43,14 +43,14 @@ def own_items(
         kinds.setdefault(kind, (copy, {}))[1][name] = nbytes
     chosen: dict[str, Any] = {}
     for copy, sizes in kinds.values():
-        writers = writers_of(sizes, copy.copies)
+        writers = choose_writers(sizes, copy.copies)
         chosen |= {name: state[name] for name, writer in writers.items() if writer == copy.number}
     items = create_default_local_save_plan(chosen, is_coordinator=False).items
     # A tensor with fewer rows than processes leaves some without any.
     return [item for item in items if not _is_empty_part(item)]
 
 
-def writers_of(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
+def choose_writers(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
     """Choose which of the processes that have the same part of tensors writes it.
 
     Large ones come first, and each goes to whoever has least by then (longest processing time first, Graham
@@ -72,7 +72,7 @@ def writers_of(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
     return chosen
 
 
-def _copy_of(value: DTensor, copy: Copy) -> Copy:
+def _copy_of(value: DTensor, copy: Replica) -> Replica:
     """Return which copy of its part this process has, of those in all copies of its mesh."""
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
@@ -82,7 +82,7 @@ def _copy_of(value: DTensor, copy: Copy) -> Copy:
         if placement.is_replicate():
             number = number * mesh.size(dim) + coordinate[dim]
             count *= mesh.size(dim)
-    return Copy(number, count)
+    return Replica(number, count)
 
 
 def _is_empty_part(item: WriteItem) -> bool:

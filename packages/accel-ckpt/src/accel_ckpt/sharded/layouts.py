@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     meshes: tuple[tuple[bytes, int], ...]
 
 
-class Copy(NamedTuple):
+class Replica(NamedTuple):
     """Which of the copies of a part a process has: `number`, from 0, of `copies`."""
 
     number: int
@@ -86,7 +86,7 @@ def _kind(value: Any, numbers: Mapping[DeviceMesh, int]) -> tuple[Any, ...] | No
     return ("value",)
 
 
-def common_copies(layouts: Sequence[Layout | None], rank: int) -> list[Copy] | None:
+def common_replicas(layouts: Sequence[Layout | None], rank: int) -> list[Replica] | None:
     """Find which copy of each mesh a process is in, where all have the same layout.
 
     Meshes of the same tensors are copies of each other if they divide the processes. With FSDP and tensor
@@ -111,5 +111,5 @@ def common_copies(layouts: Sequence[Layout | None], rank: int) -> list[Copy] | N
         # A process names a mesh that it is in. So if as many name one as it has ranks, these are its ranks.
         if set(processes.values()) != {size}:
             return None
-        copies.append(Copy([*processes].index(ranks), len(processes)))
+        copies.append(Replica([*processes].index(ranks), len(processes)))
     return copies

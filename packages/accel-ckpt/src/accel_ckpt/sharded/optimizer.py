@@ -51,11 +51,11 @@ def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
         optimizer: The optimizer, which is left as it is.
     """
     _reshard(model)
-    with quiet(), _without_a_step(optimizer):
+    with suppress_torch_warnings(), _without_a_step(optimizer):
         return get_optimizer_state_dict(model, [optimizer])  # a list: it may be no class of torch's
 
 
-def parts_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def sharded_state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As `state_to_save`, of an optimizer whose state can be read in parts again.
 
     Raises:
@@ -71,7 +71,7 @@ def parts_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 def set_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, whole: bool = False
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, full: bool = False
 ) -> None:
     """Give an optimizer a state by names; parameters that have none there have none afterwards.
 
@@ -81,16 +81,16 @@ def set_state(
         model: The model that has its parameters.
         optimizer: The optimizer; if this fails, it is as it was.
         state: The state.
-        whole: Whether its tensors are whole, and not in parts.
+        full: Whether its tensors are full, and not sharded.
 
     Raises:
         ValueError: If some of the parameters in a flat parameter have state, and others have none.
     """
     # Not strict, for torch: a parameter may have no state.
-    options = StateDictOptions(full_state_dict=whole, strict=False)
+    options = StateDictOptions(full_state_dict=full, strict=False)
     filled = _for_all_parameters(state)
     _reshard(model)
-    with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
+    with suppress_torch_warnings(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
         try:
             set_optimizer_state_dict(model, [optimizer], filled, options=options)
         except ValueError as error:
@@ -130,7 +130,7 @@ def different_state(state: dict[str, Any], saved: Collection[str]) -> tuple[list
     return sorted(wanted - set(saved)), sorted(set(saved) - wanted)
 
 
-def load_state_in_parts(
+def load_sharded_optimizer(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     folder: Path,
@@ -165,7 +165,7 @@ def load_state_in_parts(
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_torch_warnings() -> Iterator[None]:
     """A context without what torch warns about its own calls, and the state of one shard."""
     with warnings.catch_warnings():
         # torch's state_dict functions themselves cause these (torch 2.13): a user
@@ -290,7 +290,7 @@ def _new_state(
         for item in parameters:
             item.grad = None
         run_on_all_ranks(step, process, "making the state of an optimizer")
-        with quiet():
+        with suppress_torch_warnings():
             return get_optimizer_state_dict(model, [optimizer])
     finally:
         put_back()

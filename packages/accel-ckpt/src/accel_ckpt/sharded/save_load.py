@@ -37,7 +37,12 @@ from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
-from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save, state_to_read
+from accel_ckpt.sharded.optimizer import (
+    different_state,
+    load_sharded_optimizer,
+    sharded_state_to_save,
+    state_to_read,
+)
 from accel_ckpt.weights.model_tensors import is_extra_state
 from accel_ops.trees.walk import recursively_apply
 from accel_state.process.info import ProcessInfo
@@ -156,7 +161,7 @@ def save_sharded_state(
             weights = pack_extra_state(get_model_state_dict(model), f"model {index}", process)
             write_parts({"model": weights}, file_names.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
-            state = {"optimizer": parts_to_save(parts.owner(index), optimizer)}
+            state = {"optimizer": sharded_state_to_save(parts.owner(index), optimizer)}
             write_parts(state, file_names.sharded_optimizer_folder(index), staging, process)
 
 
@@ -253,7 +258,7 @@ def load_parts(
     for index, optimizer in enumerate(parts.optimizers):
         if strict or index not in compared.lacking:
             name = file_names.sharded_optimizer_folder(index)
-            load_state_in_parts(
+            load_sharded_optimizer(
                 parts.owner(index),
                 optimizer,
                 folder / name,

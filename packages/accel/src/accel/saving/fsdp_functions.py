@@ -25,7 +25,7 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
-from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save
+from accel_ckpt.sharded.optimizer import load_sharded_optimizer, sharded_state_to_save
 from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
 from accel_ckpt.training_state.optimizer_groups import match_groups
 from accel_ckpt.training_state.undo import unchanged_by_failure
@@ -152,7 +152,7 @@ def save_fsdp_optimizer(
     output_dir = output_path(output_dir)
     if _in_parts(fsdp_plugin, use_dcp):
         root = accelerator.run.engine.states.state_root(model)
-        state = {"optimizer": parts_to_save(root, getattr(optimizer, "optimizer", optimizer))}
+        state = {"optimizer": sharded_state_to_save(root, getattr(optimizer, "optimizer", optimizer))}
         place = Path(output_dir) / file_names.sharded_optimizer_folder(optimizer_index)
         write_folder(values.encode(state, f"optimizer {optimizer_index}"), place, accelerator.run.process)
         return
@@ -191,7 +191,7 @@ def load_fsdp_optimizer(
     process, inner = accelerator.run.process, getattr(optimizer, "optimizer", optimizer)
     if _in_parts(fsdp_plugin, use_dcp):
         place = _parts_at(accelerator.run, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
-        load_state_in_parts(accelerator.run.engine.states.state_root(model), inner, place, process)
+        load_sharded_optimizer(accelerator.run.engine.states.state_root(model), inner, place, process)
         return
     name = file_names.optimizer_file(optimizer_index)
     # Every process reads the file: each takes its own part, and nothing is sent.

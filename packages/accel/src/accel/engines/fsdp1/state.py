@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from accel.engines.common.whole_state import gather_whole, stand_ins
 from accel.engines.fsdp1.flat import owners_by_name
 from accel.engines.sharded.groups import aliases
-from accel_ckpt.sharded.optimizer import quiet, set_state, state_to_save
+from accel_ckpt.sharded.optimizer import set_state, state_to_save, suppress_torch_warnings
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict
         record: What it was before.
         keep: Whether this process gets the tensors; others get None in their places.
     """
-    with quiet():
+    with suppress_torch_warnings():
         state = get_model_state_dict(root)
     # Tied weights are one tensor in the record, and torch's state has each under its first name.
     first: dict[int, str] = {}
@@ -195,4 +195,4 @@ class WholeFlatOptimizer:
                 {**group, "params": own} for group, own in zip(state["param_groups"], self.names, strict=True)
             ],
         }
-        set_state(self.root, self.optimizer, named, whole=True)
+        set_state(self.root, self.optimizer, named, full=True)
