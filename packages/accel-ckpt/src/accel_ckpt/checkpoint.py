@@ -78,8 +78,8 @@ def save(
     process = current_process()
     models, optimizers = _listed(model), _listed(optimizer)
     # One sharded model puts all models and optimizers into parts: a load finds either kind of file, not both.
-    in_parts = any(map(_is_sharded, models))
-    owners = _owners(models, optimizers) if in_parts else []
+    is_sharded = any(map(_is_sharded, models))
+    owners = _find_owners(models, optimizers) if is_sharded else []
     with staged(
         folder,
         save_on_each_node=save_on_each_node,
@@ -92,8 +92,8 @@ def save(
         def write_shared() -> None:
             save_accelerator_state(
                 staging.path,
-                [] if in_parts else [_plain(item).state_dict() for item in models],
-                [] if in_parts else optimizers,
+                [] if is_sharded else [_plain(item).state_dict() for item in models],
+                [] if is_sharded else optimizers,
                 _listed(scheduler),
                 _listed(loader),
                 process.rank,
@@ -105,13 +105,13 @@ def save(
 
         # Agreed on before the parts, whose collectives a process that has failed would not join.
         run_on_all_ranks(write_shared, process, "writing the checkpoint")
-        if in_parts:
+        if is_sharded:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
             roots = list(map(_root, models))
             save_sharded_state(staging.path, roots, optimizers, owners=owners, process=process)
         for index, item in enumerate(_listed(others)):
-            if in_parts:
+            if is_sharded:
                 from accel_ckpt.training_state.registered import save_registered
 
                 save_registered(item, index, staging, process)
@@ -159,30 +159,30 @@ def load(
     process = current_process()
     # A save in the background may be writing the very folder that is to be read.
     thread.wait()
-    reading = open_checkpoint(Path(folder), process, None, {}, verify)
+    reader = open_checkpoint(Path(folder), process, None, {}, verify)
     models, optimizers = _listed(model), _listed(optimizer)
-    parts = None
-    if any(role_of(name) == "sharded" for name in reading.names):
-        from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
+    sharded = None
+    if any(role_of(name) == "sharded" for name in reader.names):
+        from accel_ckpt.sharded.save_load import ShardedObjects  # takes most of a second to import
 
-        parts = Parts.of(list(map(_root, models)), optimizers, _owners(models, optimizers))
+        sharded = ShardedObjects.of(list(map(_root, models)), optimizers, _find_owners(models, optimizers))
     elif any(map(_is_sharded, models)):
         raise CheckpointError(
-            f"{reading.folder} has whole weights, and the model is sharded. Load it before the model is "
+            f"{reader.folder} has whole weights, and the model is sharded. Load it before the model is "
             "sharded, or save it from a sharded model."
         )
     objects = Objects(
-        [] if parts else models,
-        [] if parts else optimizers,
+        [] if sharded else models,
+        [] if sharded else optimizers,
         _listed(scheduler),
         _listed(loader),
         scaler,
         _listed(others),
-        parts,
-        sharded=any(map(_is_sharded, models)),
+        sharded,
+        is_sharded=any(map(_is_sharded, models)),
     )
-    restore(reading, objects, process.rank, process, strict=strict)
-    return int(reading.facts.get(_STEP, 0))
+    restore(reader, objects, process.rank, process, strict=strict)
+    return int(reader.facts.get(_STEP, 0))
 
 
 def verify(folder: Folder) -> None:
@@ -229,14 +229,14 @@ def _is_sharded(model: torch.nn.Module) -> bool:
     )
 
 
-def _owners(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[int]:
+def _find_owners(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[int]:
     """For each optimizer, which model has its parameters."""
     # By identity: tensors compare by value, and sharded ones would be gathered for it.
-    held = [{id(item) for item in model.parameters()} for model in models]
+    parameter_ids = [{id(item) for item in model.parameters()} for model in models]
     owners = []
     for index, optimizer in enumerate(optimizers):
-        own = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        owner = next((place for place, known in enumerate(held) if known & own), None)
+        optimizer_ids = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        owner = next((index for index, ids in enumerate(parameter_ids) if ids & optimizer_ids), None)
         if owner is None:
             raise ValueError(
                 f"optimizer {index} ({type(optimizer).__name__}) has no parameters of a model that is given, "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_ckpt.background import buffers
-from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.buffers import SnapshotBuffer
 from accel_state.process.state import current_process
 
 
@@ -30,27 +30,27 @@ def test_each_device_that_was_copied_from_is_waited_for(monkeypatch: pytest.Monk
             waited.append(device)
 
     monkeypatch.setattr(buffers, "row", lambda device: Row())
-    copies = Memory(current_process())
+    copies = SnapshotBuffer(current_process())
     devices = [torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cuda", 1)]
     for value, device in enumerate(devices):
         data: Any = torch.full((3,), float(value)).as_subclass(Elsewhere)
         data.said = device
         assert copies.copy(data).tolist() == [value] * 3
     copies.copy(torch.ones(2))
-    copies.finish()
+    copies.synchronize()
     assert sorted(waited, key=str) == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
     waited.clear()
-    copies.begin()
+    copies.reset()
     copies.copy(torch.ones(2))
-    copies.finish()
+    copies.synchronize()
     assert waited == []
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_copies_of_all_devices_are_there_after_finish() -> None:
-    copies = Memory(current_process())
+    copies = SnapshotBuffer(current_process())
     taken = []
     for index in range(torch.cuda.device_count()):
         with torch.cuda.device(index):
@@ -58,7 +58,7 @@ def test_cuda_copies_of_all_devices_are_there_after_finish() -> None:
             torch.cuda._sleep(500_000_000)  # so that what follows is late on the device
             data += index + 1
             taken.append(copies.copy(data))
-    copies.finish()
+    copies.synchronize()
 
     assert all(copy.is_pinned() for copy in taken)  # otherwise `copy` has waited for the device
     assert [copy.unique().tolist() for copy in taken] == [[index + 1] for index in range(len(taken))]

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.buffers import SnapshotBuffer
 from accel_ckpt.background.snapshot import freeze
 from accel_state.process.state import current_process
 from accel_world.devices import needs_cuda
 
-pytestmark = pytest.mark.core  # it stands on what is private in torch
+pytestmark = pytest.mark.critical  # it stands on what is private in torch
 
 
 def saved(obj: Any) -> bytes:
@@ -29,9 +29,9 @@ def saved(obj: Any) -> bytes:
 
 
 def saved_later(obj: Any) -> bytes:
-    memory = Memory(current_process())
-    write = freeze(obj, False, memory)
-    memory.finish()
+    buffer = SnapshotBuffer(current_process())
+    write = freeze(obj, False, buffer)
+    buffer.synchronize()
     file = io.BytesIO()
     write(file)
     return file.getvalue()
@@ -88,12 +88,12 @@ def test_copies_are_freed_with_the_memory(last: Any) -> None:
     gc.collect()
     gc.disable()
     try:
-        memory = Memory(current_process())
+        buffer = SnapshotBuffer(current_process())
         with contextlib.suppress(AttributeError, pickle.PicklingError):
-            freeze([torch.ones(3), last], False, memory)
-        memory.finish()
-        slab = weakref.ref(memory._slabs[0].obj)
-        del memory
+            freeze([torch.ones(3), last], False, buffer)
+        buffer.synchronize()
+        slab = weakref.ref(buffer._slabs[0].obj)
+        del buffer
         assert slab() is None
     finally:
         gc.enable()
@@ -101,14 +101,14 @@ def test_copies_are_freed_with_the_memory(last: Any) -> None:
 
 def test_large_and_small_tensors_are_copied_by_threads_that_end() -> None:
     obj = [torch.arange(3 * 2**20), *(torch.full((7,), value) for value in range(50)), torch.ones(2**21)]
-    memory = Memory(current_process())
-    write = freeze(obj, False, memory)
+    buffer = SnapshotBuffer(current_process())
+    write = freeze(obj, False, buffer)
     assert any(thread.name.startswith("accel-copy") for thread in threading.enumerate())
     expected = saved(obj)
-    memory.wait_for_cpu()
+    buffer.wait_for_cpu()
     for tensor in obj:
         tensor.zero_()
-    memory.finish()
+    buffer.synchronize()
     assert not any(thread.name.startswith("accel-copy") for thread in threading.enumerate())
     file = io.BytesIO()
     write(file)
@@ -120,18 +120,18 @@ def test_large_and_small_tensors_are_copied_by_threads_that_end() -> None:
 def test_a_device_is_not_waited_for_before_the_end() -> None:
     obj = {index: torch.full((2**20,), float(index), device="cuda") for index in range(8)}
     expected = saved(obj)
-    memory = Memory(current_process())
-    freeze(obj, False, memory)  # takes the memory
-    memory.finish()
-    memory.begin()
+    buffer = SnapshotBuffer(current_process())
+    freeze(obj, False, buffer)  # takes the memory
+    buffer.synchronize()
+    buffer.reset()
     torch.cuda._sleep(1_000_000_000)  # so that the copies are late on the device
-    write = freeze(obj, False, memory)
+    write = freeze(obj, False, buffer)
     late = torch.cuda.Event()
     late.record()
     assert not late.query()
     for tensor in obj.values():
         tensor.zero_()  # behind the copies
-    memory.finish()
+    buffer.synchronize()
     file = io.BytesIO()
     write(file)
     assert file.getvalue() == expected

@@ -26,7 +26,7 @@ def _settled() -> Iterator[None]:
     yield
     thread.join()
     thread._current = None
-    staging.release_memory()
+    staging.release_buffer()
 
 
 def make_state() -> dict[str, Any]:
@@ -66,7 +66,7 @@ def save(folder: Path, blocking: bool, change: bool = False) -> None:
     changed = threading.Event()
     with staged(folder, blocking=blocking) as opened:
         if change:  # nothing is written before it
-            opened._later.append(lambda: assert_set(changed))
+            opened._deferred_writes.append(lambda: assert_set(changed))
         opened.write(weights, "model.safetensors", safe_serialization=True)
         opened.write(state, "custom_checkpoint_0.pkl")
         opened.write(optimizer.state_dict(), "optimizer.bin")
@@ -85,7 +85,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "accel_manifest.json"}
 
 
-@pytest.mark.core
+@pytest.mark.critical
 def test_the_files_are_those_of_a_blocking_save_bit_for_bit(tmp_path: Path) -> None:
     save(tmp_path / "a", blocking=True)
     for name in ("b", "c"):  # the second time in memory that has been used
@@ -116,7 +116,7 @@ def test_the_memory_is_used_again(tmp_path: Path) -> None:
     save(tmp_path / "b", blocking=False)
     assert staging._memory is held
     assert held.size == size
-    staging.release_memory()
+    staging.release_buffer()
     assert staging._memory is None
 
 
@@ -134,7 +134,7 @@ def test_training_goes_on_and_one_save_is_in_flight(tmp_path: Path) -> None:
     gate = Gate()
     with staged(tmp_path / "a", blocking=False) as opened:
         opened.write(make_state(), "custom_checkpoint_0.pkl")
-        opened._later.append(gate)
+        opened._deferred_writes.append(gate)
     assert thread.in_flight()
     assert not (tmp_path / "a").exists()
 
@@ -153,7 +153,7 @@ def fail() -> None:
 def test_an_error_surfaces_at_the_next_call_once_and_nothing_is_left(tmp_path: Path) -> None:
     with staged(tmp_path / "a", blocking=False) as opened:
         opened.write(make_state(), "custom_checkpoint_0.pkl")
-        opened._later.append(fail)
+        opened._deferred_writes.append(fail)
     thread.join()
     with pytest.raises(OSError, match="disk full"), staged(tmp_path / "b"):
         pytest.fail("entered")
@@ -214,7 +214,7 @@ def _train_meanwhile(folder: str, failing: int | None) -> str:
                 opened.write({"x": torch.full((1000,), float(number))}, "custom_checkpoint_0.pkl")
             opened.write({"rank": process.rank}, f"random_states_{process.rank}.pkl")
             if process.rank == failing and number == 1:
-                opened._later.append(fail)
+                opened._deferred_writes.append(fail)
         for step in range(50):  # collectives of the training loop, while those of the save go on
             value = torch.tensor([float(step * (process.rank + 1))])
             dist.all_reduce(value)
@@ -231,7 +231,7 @@ def _caught(folder: str, failing: int | None) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        staging.release_memory()
+        staging.release_buffer()
 
 
 def test_collectives_of_training_and_saving_do_not_meet(world: Any, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def _destroy_in_flight(folder: str) -> bool:
     state = PartialState(cpu=True)
     with staged(Path(folder) / "c", blocking=False, process=state.process) as opened:
         opened.write({"rank": 1}, f"random_states_{state.process_index}.pkl")
-        opened._later.append(lambda: threading.Event().wait(0.3))
+        opened._deferred_writes.append(lambda: threading.Event().wait(0.3))
     state.destroy_process_group()
     return (Path(folder) / "c").exists()
 

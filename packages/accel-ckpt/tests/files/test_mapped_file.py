@@ -152,7 +152,7 @@ def objects() -> dict[str, Any]:
     return {"whole": whole, "part": whole[2:4], "half": torch.ones(3, dtype=torch.bfloat16), "number": 3}
 
 
-@pytest.mark.core  # it stands on what is private in torch
+@pytest.mark.critical  # it stands on what is private in torch
 def test_what_is_loaded_is_what_torch_loads(tmp_path: Path) -> None:
     torch.save(objects(), tmp_path / "x.bin")
     found = MappedFile(tmp_path / "x.bin").load(torch.device("cpu"))
@@ -189,14 +189,14 @@ def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
     assert mapped.load("cpu").tolist() == [1.0] * 3
 
 
-@pytest.mark.core
+@pytest.mark.critical
 def test_other_objects_are_not_made(tmp_path: Path) -> None:
     torch.save({"path": Path("x")}, tmp_path / "x.bin")
     with pytest.raises(Exception, match=r"(?i)unsupported"):
         MappedFile(tmp_path / "x.bin").load("cpu")
 
 
-@pytest.mark.core
+@pytest.mark.critical
 def test_torch_still_has_what_loading_stands_on() -> None:
     # Without it files are loaded by torch.load, which takes longer after a check.
     parameters = inspect.signature(torch.serialization._load).parameters

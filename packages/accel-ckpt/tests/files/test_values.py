@@ -29,7 +29,7 @@ from accel_ckpt.folder.staging import staged
 from accel_ckpt.training_state.load import load_custom_state
 from accel_ckpt.training_state.save import save_custom_state
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.critical
 
 
 class Color(enum.Enum):

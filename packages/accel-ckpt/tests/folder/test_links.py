@@ -28,7 +28,7 @@ from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import FileEntry
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import links, manifest, rotation, staging
-from accel_ckpt.folder.links import Earlier
+from accel_ckpt.folder.links import PreviousCheckpoint
 from accel_ckpt.folder.staging import Staging, staged
 from accel_state.process.state import current_process
 
@@ -41,7 +41,7 @@ def _settled() -> Iterator[None]:
     yield
     thread.join()
     thread._current = None
-    staging.release_memory()
+    staging.release_buffer()
 
 
 def write(opened: Staging, value: float) -> None:
@@ -112,21 +112,21 @@ def test_the_same_folder_again_and_a_folder_with_files_of_others(tmp_path: Path)
 
 
 def test_the_newest_complete_one_counts(tmp_path: Path) -> None:
-    assert links.earlier_than(tmp_path / "none" / "c") is None
+    assert links.find_previous(tmp_path / "none" / "c") is None
     for number, name in enumerate(["step_2", "step_9", "step_10", ".hidden"]):
         save(tmp_path / name, 1.0, incremental=False)
         os.utime(tmp_path / name / MANIFEST, (number, number))
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    found = links.earlier_than(tmp_path / "step_11")
+    found = links.find_previous(tmp_path / "step_11")
     assert found is not None
     assert found.folder == tmp_path / "step_10"
     described = manifest.read(tmp_path / "step_10")
     assert described is not None
     manifest.write(tmp_path / "step_10", replace(described, algorithm="sha256"))
-    assert links.earlier_than(tmp_path / "step_11") is None
+    assert links.find_previous(tmp_path / "step_11") is None
     (tmp_path / "step_10" / MANIFEST).write_text("rubbish")
-    assert links.earlier_than(tmp_path / "step_11") is None
+    assert links.find_previous(tmp_path / "step_11") is None
     save(tmp_path / "step_11", 1.0)
     checkpoint.verify(tmp_path / "step_11")
 
@@ -167,7 +167,7 @@ def test_a_file_is_linked_where_its_bytes_are_the_same_and_nowhere_else(
             else nullcontext(),
             closing(Writer()) as writer,
         ):
-            found = Earlier(earlier, {"x": entry}).link(
+            found = PreviousCheckpoint(earlier, {"x": entry}).link(
                 "x", goal / "x", lambda file: [file.write(piece) for piece in given_pieces], writer.digest
             )
         assert (earlier / "x").read_bytes() == there
@@ -202,7 +202,7 @@ def test_the_earlier_file_is_read_while_the_new_bytes_are_compared(tmp_path: Pat
             file.write(bytes(size))
             raise AssertionError("not stopped")
 
-        assert Earlier(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
+        assert PreviousCheckpoint(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
     assert read == [0]
     assert os.listdir(goal) == []
     assert (earlier / "x").read_bytes() == b"".join(content)
@@ -233,7 +233,7 @@ def test_a_file_that_changes_after_it_was_read_is_not_linked(tmp_path: Path) -> 
             file.write(content[1])
 
         with pytest.warns(UserWarning, match="x there is no longer what was saved"):
-            assert Earlier(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
+            assert PreviousCheckpoint(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
     assert os.listdir(goal) == []
 
 

@@ -15,7 +15,7 @@ from accel_ckpt.file_names import model_file, optimizer_file
 from accel_ckpt.files import mapped_file
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.folder import reader
-from accel_ckpt.folder.reader import Reading, open_checkpoint
+from accel_ckpt.folder.reader import CheckpointReader, open_checkpoint
 from accel_ckpt.training_state.save import save_accelerator_state
 from accel_state.process.state import current_process
 
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> tuple[Path, torch.optim.Optimizer]:
     return folder, optimizer
 
 
-def opened(folder: Path, verify: bool = True, **options: Any) -> Reading:
+def opened(folder: Path, verify: bool = True, **options: Any) -> CheckpointReader:
     return open_checkpoint(folder, current_process(), None, options, verify)
 
 
@@ -131,7 +131,7 @@ def test_on_the_cpu_weights_are_filled_however_it_is_asked_for(tmp_path: Path, p
     folder, _ = saved(tmp_path)
     cpu = replace(current_process(), device=torch.device("cpu"))
     found = open_checkpoint(folder, cpu, place, {}, verify=True)
-    assert found.fill(torch.nn.Linear(300, 300), model_file()).keys() == {"weight", "bias"}
+    assert found.read_into_model(torch.nn.Linear(300, 300), model_file()).keys() == {"weight", "bias"}
 
 
 def test_nothing_is_opened_before_all_digests_are_checked(

@@ -13,7 +13,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import piece_file
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.folder import manifest
-from accel_ckpt.folder.staging import opened_at, staged
+from accel_ckpt.folder.staging import find_open_staging, staged
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
@@ -29,7 +29,7 @@ def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
         staging.facts["step"] = 5
         assert not target.exists()
         assert os.fspath(staging) == str(staging.path)
-        assert staging.owner
+        assert staging.commits
         assert staging.writes_shared
     read = manifest.read(target)
 
@@ -73,10 +73,10 @@ def test_an_open_folder_is_entered_again(tmp_path: Path) -> None:
     with staged(target) as outer:
         with staged(outer.path) as inner:
             assert inner is outer
-            assert opened_at(str(outer.path)) is outer
+            assert find_open_staging(str(outer.path)) is outer
         assert not target.exists()
     assert target.exists()
-    assert opened_at(outer.path) is None
+    assert find_open_staging(outer.path) is None
 
 
 def test_a_linked_folder_is_replaced_behind_the_link(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def _write(folder: str, fail_on: int | None = None, process: ProcessInfo | None 
                 raise OSError(28, "disk full")
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "left": os.listdir(Path(folder).parent)}
-    return {"owner": staging.owner, "files": files(Path(folder))}
+    return {"owner": staging.commits, "files": files(Path(folder))}
 
 
 def test_all_processes_write_one_folder(world: Any, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def _on_own_disk(base: str, each_node: bool) -> dict[str, Any]:
         if staging.writes_shared:
             (staging.path / "shared").write_text("s")
         (staging.path / f"own_{here.rank}").write_text("x")
-    return {"owner": staging.owner, "files": files(folder), "beside": os.listdir(folder.parent)}
+    return {"owner": staging.commits, "files": files(folder), "beside": os.listdir(folder.parent)}
 
 
 @pytest.mark.parametrize("each_node", [False, True])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from accel_ckpt.sharded.layouts import Layout, Replica, common_replicas, layout_of, meshes_of
 from accel_world.fake import fake_world
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.critical
 
 
 class Planned(torch.Tensor):

@@ -22,22 +22,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
-from accel_ckpt.folder.reader import Reading, open_checkpoint
-from accel_ckpt.folder.staging import release_memory, staged
+from accel_ckpt.folder.reader import CheckpointReader, open_checkpoint
+from accel_ckpt.folder.staging import release_buffer, staged
 from accel_ckpt.sharded import dcp_reader, save_load
 from accel_ckpt.sharded import optimizer as optimizer_state
 from accel_ckpt.sharded.save_load import (
-    Parts,
-    compare_parts,
-    load_parts,
+    ShardedObjects,
+    compare_sharded,
+    load_sharded,
     load_sharded_state,
     save_sharded_state,
-    write_parts,
+    write_sharded,
 )
 from accel_state.process.state import current_process
 from accel_world.sharding import fully_shard
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.critical
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -62,10 +62,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def load_what_fits(reading: Reading, parts: Parts) -> None:
+def load_what_fits(reader: CheckpointReader, objects: ShardedObjects) -> None:
     process = current_process()
-    compared = compare_parts(reading.folder, reading.names, parts, process)
-    load_parts(reading.folder, parts, process, compared, strict=False)
+    compared = compare_sharded(reader.folder, reader.names, objects, process)
+    load_sharded(reader.folder, objects, process, compared, strict=False)
 
 
 def save_after_three(folder: str) -> list[float]:
@@ -166,7 +166,7 @@ def save_in_the_background(folder: str, failing: int | None) -> list[float] | st
     with staged(folder, blocking=False) as staging:
         save_sharded_state(staging.path, [model], [optimizer])
         act = fail if process_rank() == failing else nothing
-        staging.write_together(lambda group: run_on_all_ranks(act, current_process(), "failing", group))
+        staging.write_collectively(lambda group: run_on_all_ranks(act, current_process(), "failing", group))
         own = staging.writer
     losses = train(model, optimizer, range(3, 7))  # changes what is being saved
     try:
@@ -174,7 +174,7 @@ def save_in_the_background(folder: str, failing: int | None) -> list[float] | st
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        release_memory()
+        release_buffer()
     digested = sorted(path.name for path in own._files)
     # Each process has digested what it wrote; the first one does the rest.
     assert [name for name in digested if name.endswith(".distcp")] == [f"__{process_rank()}_0.distcp"] * 2
@@ -234,8 +234,8 @@ def test_weights_that_differ_are_itemised_and_what_fits_is_restored(tmp_path: Pa
     ):
         assert line in str(error.value)
     assert torch.equal(model[0].weight, before[1])
-    reading = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
-    load_what_fits(reading, Parts.of([model], []))
+    reader = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
+    load_what_fits(reader, ShardedObjects.of([model], []))
     assert torch.equal(model[2].weight, before[0])
     assert not torch.equal(model[0].weight, before[1])
 
@@ -259,8 +259,8 @@ def test_optimizers_whose_state_differs_are_itemised_before_anything_is_changed(
     assert torch.equal(model[0].weight, before)
     assert not adam.state
 
-    reading = open_checkpoint(tmp_path / "heavy", current_process(), None, {}, True)
-    load_what_fits(reading, Parts.of([model], [adam]))
+    reader = open_checkpoint(tmp_path / "heavy", current_process(), None, {}, True)
+    load_what_fits(reader, ShardedObjects.of([model], [adam]))
     assert not torch.equal(model[0].weight, before)
     assert not adam.state
 
@@ -420,10 +420,10 @@ def test_extra_state_as_accel_0_2_wrote_it_loads(tmp_path: Path, note: Any, befo
     model.note, other.note = note, before
     state = {"model": get_model_state_dict(model)}
     with staged(tmp_path / "c") as staging:  # DCP takes dicts apart
-        write_parts(state, "pytorch_model_fsdp_0", staging, current_process())
+        write_sharded(state, "pytorch_model_fsdp_0", staging, current_process())
     if load is None:
-        reading = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
-        load_what_fits(reading, Parts.of([other], []))
+        reader = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
+        load_what_fits(reader, ShardedObjects.of([other], []))
     else:
         load(tmp_path / "c", [other])
     assert repr(other.note) == repr(note)

@@ -13,7 +13,7 @@ from torch import nn
 from accel_ckpt import checkpoint, file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder import manifest
-from accel_ckpt.training_state.frozen_weights import frozen_names, parts_of_model
+from accel_ckpt.training_state.frozen_weights import frozen_names, split_into_files
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.load import load_checkpoint_in_model
 
@@ -46,7 +46,7 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 def test_frozen_weights_have_a_file_of_their_own(index: int, safe: bool) -> None:
     model = Adapted(0)
     assert frozen_names(model) == FROZEN
-    parts, indexes = parts_of_model(model.state_dict(), index, FROZEN, safe)
+    parts, indexes = split_into_files(model.state_dict(), index, FROZEN, safe)
     stem = ("model" if safe else "pytorch_model") + ("_1" if index else "")
     suffix = "safetensors" if safe else "bin"
     first, second = (f"{stem}-0000{number}-of-00002.{suffix}" for number in (1, 2))
@@ -64,13 +64,13 @@ def test_frozen_weights_have_a_file_of_their_own(index: int, safe: bool) -> None
 @pytest.mark.parametrize(("index", "name"), [(0, "pytorch_model_fsdp.bin"), (1, "pytorch_model_fsdp_1.bin")])
 def test_whole_weights_of_fsdp_have_their_documented_name(index: int, name: str) -> None:
     state = Adapted(0).state_dict()
-    assert parts_of_model(state, index, (), True, gathered=True) == ({name: state}, {})
+    assert split_into_files(state, index, (), True, gathered=True) == ({name: state}, {})
 
 
 @pytest.mark.parametrize("frozen", [frozenset(), frozenset(Adapted(0).state_dict()), {"another"}])
 def test_where_all_or_none_are_frozen_there_is_one_file(frozen: frozenset[str]) -> None:
     state = Adapted(0).state_dict()
-    assert parts_of_model(state, 0, frozen, True) == ({"model.safetensors": state}, {})
+    assert split_into_files(state, 0, frozen, True) == ({"model.safetensors": state}, {})
 
 
 def test_models_in_parts_are_loaded_strictly_and_frozen_files_are_linked(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from accel_ckpt.training_state.save import save_accelerator_state, save_custom_s
 from accel_ckpt.weights.files import save_weights
 from accel_state.process.state import current_process
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.critical
 
 
 class Counter:
@@ -117,15 +117,15 @@ def test_in_folders_of_others_only_the_core_is_required(tmp_path: Path, name: st
     Run(3.0).save(tmp_path / "c")
     folder = without(tmp_path / "c", name, seal=False)
     (folder / "accel_manifest.json").unlink()
-    core = name in ("model.safetensors", "optimizer.bin", "scheduler.bin")
+    critical = name in ("model.safetensors", "optimizer.bin", "scheduler.bin")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if core:
+        if critical:
             with pytest.raises(CheckpointError, match=f"there is no {name}"):
                 Run().load(folder)
         else:
             Run().load(folder)
-    assert any(f"there is no {name}" in str(entry.message) for entry in caught) != core
+    assert any(f"there is no {name}" in str(entry.message) for entry in caught) != critical
     with (
         pytest.warns(UserWarning, match="another implementation"),
         pytest.raises(CheckpointError, match=name),

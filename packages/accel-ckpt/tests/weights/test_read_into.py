@@ -13,7 +13,7 @@ from accel_ckpt.training_state.load import load_accelerator_state
 from accel_ckpt.training_state.save import save_accelerator_state
 from accel_ckpt.weights import read_into as module
 from accel_ckpt.weights.files import find_weight_files
-from accel_ckpt.weights.read_into import fill
+from accel_ckpt.weights.read_into import read_into_model
 
 
 def make(seed: int) -> nn.Module:
@@ -43,7 +43,7 @@ def test_everything_is_read_into_its_place(
     monkeypatch.setattr(module, "_PIECE_BYTES", piece_bytes)
     saved, model = make(1), make(2)
     own = model.state_dict(keep_vars=True)
-    read = fill(model, find_weight_files(stored(saved, tmp_path)))
+    read = read_into_model(model, find_weight_files(stored(saved, tmp_path)))
 
     assert equal(saved, model)
     assert read.keys() == own.keys()
@@ -60,7 +60,7 @@ class OwnPart(nn.Linear):
         return super()._load_from_state_dict(*args, **kwargs)
 
 
-def hooked() -> nn.Module:
+def skip() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_load_state_dict_pre_hook(lambda *args: None)
     return model
@@ -80,13 +80,13 @@ def replaced_part() -> nn.Module:
 
 @pytest.mark.parametrize(
     "of",
-    [lambda: Own(2, 2), lambda: nn.Sequential(OwnPart(2, 2)), hooked, replaced, replaced_part],
+    [lambda: Own(2, 2), lambda: nn.Sequential(OwnPart(2, 2)), skip, replaced, replaced_part],
     ids=["model", "part", "hook", "replaced", "replaced part"],
 )
 def test_a_model_with_a_loading_of_its_own_is_left_to_it(tmp_path: Path, of: Any) -> None:
     saved, model = of(), of()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert fill(model, find_weight_files(stored(saved, tmp_path))) == {}
+    assert read_into_model(model, find_weight_files(stored(saved, tmp_path))) == {}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -120,7 +120,7 @@ def test_weights_of_another_form_are_left_to_load_state_dict(tmp_path: Path) -> 
         }
     )
     path = stored(saved, tmp_path)
-    assert list(fill(model, find_weight_files(path))) == ["plain"]
+    assert list(read_into_model(model, find_weight_files(path))) == ["plain"]
     assert torch.equal(model["plain"], saved["plain"])
     assert not any(model[name].any() for name in ("dtype", "shape", "strides"))
     del model["shape"], model["meta"], saved["shape"]
@@ -136,7 +136,7 @@ def test_of_two_names_of_one_weight_the_later_counts(tmp_path: Path) -> None:
     for names, expected in ((["a.weight"], 0.0), (["a.weight", "b.weight"], 1.0)):
         values = {name: torch.full((2, 2), float(number)) for number, name in enumerate(names)}
         safetensors.torch.save_file(values, path)
-        assert fill(model, find_weight_files(path)).keys() == {"a.weight", "b.weight"}
+        assert read_into_model(model, find_weight_files(path)).keys() == {"a.weight", "b.weight"}
         assert model["a"].weight.eq(expected).all()
 
 
@@ -144,4 +144,4 @@ def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
     path = stored(make(1), tmp_path)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends 5 bytes early"):
-        fill(make(2), find_weight_files(path))
+        read_into_model(make(2), find_weight_files(path))

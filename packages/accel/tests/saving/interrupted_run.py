@@ -352,11 +352,11 @@ def interrupt_everywhere(base: Path, mode: str, size: int, victim: int) -> list[
                 lines.flush()
         return 0
 
-    reading, writing = os.pipe()
+    reader, writing = os.pipe()
     (pid,) = forked(lambda _: points(writing), 1, base)  # whose accelerator is not that of what resumes
     os.close(writing)
     newest, seen = [], set()
-    with os.fdopen(reading) as lines:
+    with os.fdopen(reader) as lines:
         for folder in map(Path, lines.read().splitlines()):
             newest.append(newest_in(folder))
             left = what_is_left(folder)

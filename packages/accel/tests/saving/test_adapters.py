@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from accel.accelerator import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
-from accel.saving.adapters import under_own_names, with_wrappers
+from accel.saving.adapters import to_model_names, with_wrapper_names
 from accel_ckpt.errors import CheckpointError
 
 
@@ -23,7 +23,7 @@ def names_in_wrappers() -> dict[str, str]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
     prepared = accelerator.prepare(model)
-    return with_wrappers(accelerator.unwrap_model(prepared), ["0.0.weight", "0.1.bias", "other"])
+    return with_wrapper_names(accelerator.unwrap_model(prepared), ["0.0.weight", "0.1.bias", "other"])
 
 
 def test_names_of_a_state_lead_through_wrappers(world):
@@ -38,7 +38,7 @@ def test_names_of_a_state_lead_through_wrappers(world):
 def test_names_without_wrappers_stay():
     names = ["0.weight", "0.bias"]
 
-    found = with_wrappers(torch.nn.Sequential(torch.nn.Linear(2, 2)), names)
+    found = with_wrapper_names(torch.nn.Sequential(torch.nn.Linear(2, 2)), names)
 
     assert found == dict(zip(names, names, strict=True))
 
@@ -46,11 +46,11 @@ def test_names_without_wrappers_stay():
 def test_a_file_of_other_adapters_is_refused_by_its_names():
     names = {"up.weight": "up.default.weight", "down.weight": "down.default.weight"}
 
-    assert under_own_names({"down.weight": 1, "up.weight": 2}, names, "file") == {
+    assert to_model_names({"down.weight": 1, "up.weight": 2}, names, "file") == {
         "down.default.weight": 1,
         "up.default.weight": 2,
     }
     with pytest.raises(
         CheckpointError, match=r"file .* It has side.weight .* lacks up.weight. .*adapter_only"
     ):
-        under_own_names({"down.weight": 1, "side.weight": 2}, names, "file")
+        to_model_names({"down.weight": 1, "side.weight": 2}, names, "file")

@@ -126,7 +126,7 @@ def test_the_files_have_their_documented_names_and_open_without_accel(tmp_path):
     assert torch.equal(weights["0.weight"], run[1].state_dict()["0.weight"])
 
 
-def hooked(folder: str) -> tuple[list[str], float]:
+def skip(folder: str) -> tuple[list[str], float]:
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
     seen = []
@@ -152,7 +152,7 @@ def hooked(folder: str) -> tuple[list[str], float]:
 
 def test_hooks_of_replicas_see_the_users_models(world, tmp_path):
     # As those of diffusers do, which call models[0].save_pretrained.
-    assert world.run(hooked, str(tmp_path / "state")) == [(["Linear", "Linear"], 0.0)] * 2
+    assert world.run(skip, str(tmp_path / "state")) == [(["Linear", "Linear"], 0.0)] * 2
 
 
 def test_hooks_see_models_weights_and_the_folder(tmp_path):

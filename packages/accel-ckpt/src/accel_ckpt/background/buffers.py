@@ -26,7 +26,7 @@ _ALIGN_BYTES = 64
 _PIECE_BYTES = 2**22  # that one thread copies at a time: a part of a tensor, or many small ones
 
 
-class Memory:
+class SnapshotBuffer:
     """Memory for copies. It is kept from one save to the next, as new memory costs more than the copying.
 
     For devices other than the CPU it is pinned, so that the device copies into it by itself.
@@ -54,7 +54,7 @@ class Memory:
         """How many bytes are held."""
         return sum(slab.nbytes for slab in self._slabs)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Use the memory anew; earlier copies are lost."""
         self.wait_for_cpu()  # of a save that was interrupted
         self._slab = self._used = 0
@@ -71,14 +71,14 @@ class Memory:
         Returns:
             Its copy, of the same type and shape, contiguous, on the CPU, with a storage of its own.
         """
-        taken = self._take(data.numel() * data.element_size())
-        copy = taken.view(data.dtype).view(data.shape)
+        block = self._allocate(data.numel() * data.element_size())
+        copy = block.view(data.dtype).view(data.shape)
         if data.device.type != "cpu":
             # On the device's current stream: what was queued before is in the copy, what comes later is not.
             copy.copy_(data.detach(), non_blocking=True)
             self._sources.append(data)
         else:
-            self._copy_bytes(taken.numpy(), as_bytes(data.detach()).numpy())
+            self._copy_bytes(block.numpy(), as_bytes(data.detach()).numpy())
         return copy
 
     def copy_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Memory:
 
     def wait_for_cpu(self) -> None:
         """Wait until the tensors on the CPU are copied."""
-        _copy_all(self._take_pieces())
+        _copy_all(self._pop_pieces())
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.close()
@@ -95,7 +95,7 @@ class Memory:
         for piece in pending:
             piece.result()
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all copies are there, from whichever devices they come."""
         self.wait_for_cpu()
         for device in {data.device for data in self._sources}:
@@ -111,27 +111,27 @@ class Memory:
                 # At once, so that threads copy while the next tensors are looked for.
                 if self._threads is None:
                     self._threads = Threads(THREADS, "accel-copy")
-                self._pending.append(self._threads.submit(_copy_all, self._take_pieces()))
+                self._pending.append(self._threads.submit(_copy_all, self._pop_pieces()))
 
-    def _take_pieces(self) -> list[tuple[Any, Any]]:
+    def _pop_pieces(self) -> list[tuple[Any, Any]]:
         pieces, self._pieces, self._piece_bytes = self._pieces, [], 0
         return pieces
 
-    def _take(self, size: int) -> torch.Tensor:
+    def _allocate(self, size: int) -> torch.Tensor:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         while self._slab < len(self._slabs):
             slab = self._slabs[self._slab]
             if self._used + size <= slab.nbytes:
                 # Not a view: torch.save writes the whole storage of a tensor.
-                taken = torch.frombuffer(slab, dtype=torch.uint8, offset=self._used, count=size)
+                block = torch.frombuffer(slab, dtype=torch.uint8, offset=self._used, count=size)
                 self._used += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-                return taken
+                return block
             self._slab, self._used = self._slab + 1, 0
-        self._slabs.append(self._new(max(size, _SLAB_BYTES)))
-        return self._take(size)
+        self._slabs.append(self._new_slab(max(size, _SLAB_BYTES)))
+        return self._allocate(size)
 
-    def _new(self, size: int) -> memoryview:
+    def _new_slab(self, size: int) -> memoryview:
         if self._pinned:
             try:
                 pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import torch
 
-from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.buffers import SnapshotBuffer
 from accel_ckpt.files.tensors import split_tied, write_safe
 
 _TYPED: Any = torch.storage.TypedStorage  # torch's annotations leave out its constructor
@@ -25,8 +25,8 @@ class _Records:
     memory, and wait for each.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, buffer: SnapshotBuffer) -> None:
+        self._buffer = buffer
         self.records: list[tuple[str, Any, int]] = []
         # Copies by the storage's address as a C++ object. The storage is kept too: the address of one that is
         # freed may be another's.
@@ -67,7 +67,7 @@ class _Records:
                 f"{self._dtypes[source.data_ptr()]} and {dtype}. Save one of them, or a clone of the other."
             )
         if source._cdata not in self._copies:
-            self._copies[source._cdata] = source, self._memory.copy_storage(source).untyped_storage()
+            self._copies[source._cdata] = source, self._buffer.copy_storage(source).untyped_storage()
         copy: Any = self._copies[source._cdata][1]
         if typed:
             copy = _TYPED(wrap_storage=copy, dtype=storage.dtype, _internal=True)
@@ -97,14 +97,14 @@ class _Pickler(pickle.Pickler):
 _PICKLE = SimpleNamespace(Pickler=_Pickler)
 
 
-def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[IO[bytes]], None]:
+def freeze(obj: Any, safe_serialization: bool, buffer: SnapshotBuffer) -> Callable[[IO[bytes]], None]:
     """Begin to copy an object, so that it can be written when it has changed.
 
     Args:
         obj: What to write; for safetensors a dict of tensors.
         safe_serialization: Whether to write safetensors.
-        memory: Where the copy of its tensors goes. The object must not change before `memory.wait_for_cpu`,
-            and `memory.finish` must be called before the copy is used.
+        buffer: Where the copy of its tensors goes. The object must not change before `buffer.wait_for_cpu`,
+            and `buffer.finish` must be called before the copy is used.
 
     Returns:
         What writes the copy into an open file, as often as it is called.
@@ -115,10 +115,10 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[IO[b
     if safe_serialization:
         tensors, tied = split_tied(obj)
         # The header depends on names, dtypes and shapes alone, so it can be made when the file is written.
-        copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
+        copies = {name: buffer.copy(tensor) for name, tensor in tensors.items()}
         return partial(write_safe, copies, tied)
     # The pickle is made now, so that plain values are those of this moment; only writing it is put off.
-    frozen = _Records(memory)
+    frozen = _Records(buffer)
     frozen.collect(obj)
 
     def write(file: IO[bytes]) -> None:

@@ -28,7 +28,7 @@ _Digest = Callable[[Path, int, int], "Future[str]"]
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousCheckpoint:
     """An earlier checkpoint, to whose files those of a new one may be linked.
 
     Args:
@@ -44,13 +44,13 @@ class Earlier:
         return name in self.entries and self.entries[name].size <= CHUNK_BYTES
 
     def link(
-        self, name: str, goal: Path, write: Callable[[IO[bytes]], object], digest: _Digest
+        self, name: str, destination: Path, write: Callable[[IO[bytes]], object], digest: _Digest
     ) -> FileEntry | None:
         """Link a file, if what would be written is what this checkpoint has under the same name.
 
         Args:
             name: The file's path inside both checkpoints.
-            goal: Where the link goes.
+            destination: Where the link goes.
             write: What would write the file; it is called to compare its bytes, as far as they are the same.
             digest: Has a chunk of a file digested, given its start and length, while this goes on.
 
@@ -65,31 +65,33 @@ class Earlier:
             return None
         # Read after it is linked: whatever takes the earlier name meanwhile, this is what was linked.
         try:
-            os.link(plain_file(self.folder, name), goal)
+            os.link(plain_file(self.folder, name), destination)
         # Another file system, or one without links, or as many as it allows; or the file is gone.
         except (OSError, CheckpointError):
             return None
-        changed_ns = goal.stat().st_mtime_ns
-        found: list[Future[str]] = []
-        whole = False
+        changed_ns = destination.stat().st_mtime_ns
+        digests: list[Future[str]] = []
+        is_intact = False
         try:
-            if not _gives(write, entry, lambda start: found.append(digest(goal, start, CHUNK_BYTES))):
+            if not _writes_same_bytes(
+                write, entry, lambda start: digests.append(digest(destination, start, CHUNK_BYTES))
+            ):
                 return None
-            whole = _is_whole(goal, name, entry, found, changed_ns)
+            is_intact = _is_intact(destination, name, entry, digests, changed_ns)
         finally:
             # Or what is written next would go into the file of the earlier checkpoint.
-            if not whole:
-                goal.unlink()
-        if not whole:
+            if not is_intact:
+                destination.unlink()
+        if not is_intact:
             warn(
                 f"{self.folder} is damaged: {name} there is no longer what was saved. The new checkpoint "
                 "gets the file anew, and is not.",
                 about="process",
             )
-        return entry if whole else None
+        return entry if is_intact else None
 
 
-def one_chunk(write: Callable[[IO[bytes]], object]) -> memoryview | None:
+def small_content(write: Callable[[IO[bytes]], object]) -> memoryview | None:
     """Return what a function writes into a file, or None if it is more than a chunk.
 
     Args:
@@ -98,7 +100,7 @@ def one_chunk(write: Callable[[IO[bytes]], object]) -> memoryview | None:
     Raises:
         Exception: What `write` raises.
     """
-    content = _OneChunk()
+    content = _SmallContent()
     try:
         write(content)
     except Exception:
@@ -108,7 +110,7 @@ def one_chunk(write: Callable[[IO[bytes]], object]) -> memoryview | None:
     return None if content.is_full else content.getbuffer()
 
 
-def earlier_than(target: Path) -> Earlier | None:
+def find_previous(target: Path) -> PreviousCheckpoint | None:
     """Find the checkpoint to whose files those of a new one may be linked.
 
     Args:
@@ -134,32 +136,32 @@ def earlier_than(target: Path) -> Earlier | None:
         return None
     if described is None or (described.algorithm, described.chunk_bytes) != (ALGORITHM, CHUNK_BYTES):
         return None
-    return Earlier(newest[1], {entry.path: entry for entry in described.files})
+    return PreviousCheckpoint(newest[1], {entry.path: entry for entry in described.files})
 
 
-def _is_whole(path: Path, name: str, entry: FileEntry, found: list[Future[str]], changed_ns: int) -> bool:
+def _is_intact(path: Path, name: str, entry: FileEntry, digests: list[Future[str]], changed_ns: int) -> bool:
     """Whether a linked file is what its manifest says, and was since it was linked."""
     folder = path.parents[len(Path(name).parts) - 1]
     try:
-        digests = tuple(chunk.result() for chunk in found)
+        found_digests = tuple(chunk.result() for chunk in digests)
         # After the digests, as a chunk may have changed once it was read. Somebody may have put a link here.
         status = plain_file(folder, name).stat()
-        return (status.st_size, status.st_mtime_ns, digests) == (entry.size, changed_ns, entry.chunks)
+        return (status.st_size, status.st_mtime_ns, found_digests) == (entry.size, changed_ns, entry.chunks)
     except (OSError, CheckpointError):  # the disk does not give it back
         return False
 
 
-def _gives(
-    write: Callable[[IO[bytes]], object], entry: FileEntry, found_same: Callable[[int], object]
+def _writes_same_bytes(
+    write: Callable[[IO[bytes]], object], entry: FileEntry, on_same_chunk: Callable[[int], object]
 ) -> bool:
     """Whether a function writes what a manifest says about a file; it is stopped where it does not.
 
     Args:
         write: The function.
         entry: What the manifest says.
-        found_same: Called with the start of each chunk that is the same.
+        on_same_chunk: Called with the start of each chunk that is the same.
     """
-    compared = _Compared(entry, found_same)
+    compared = _ByteComparison(entry, on_same_chunk)
     try:
         write(cast("IO[bytes]", compared))
     except Exception:
@@ -169,11 +171,11 @@ def _gives(
     return compared.is_same()
 
 
-class _Compared(io.RawIOBase):
+class _ByteComparison(io.RawIOBase):
     """Takes the bytes of a file, and compares their digests with those of an entry."""
 
-    def __init__(self, entry: FileEntry, found_same: Callable[[int], object]) -> None:
-        self._entry, self._found_same = entry, found_same
+    def __init__(self, entry: FileEntry, on_same_chunk: Callable[[int], object]) -> None:
+        self._entry, self._found_same = entry, on_same_chunk
         self._digests = ChunkDigests(CHUNK_BYTES)
         self._size = self._same = 0  # in bytes, in chunks
         self.differs = False
@@ -188,7 +190,7 @@ class _Compared(io.RawIOBase):
         return len(content)
 
     def is_same(self) -> bool:
-        with contextlib.suppress(_DifferentError):
+        with contextlib.suppress(_DifferentBytesError):
             self._compare(self._digests.end())
         return not self.differs and self._size == self._entry.size
 
@@ -196,12 +198,12 @@ class _Compared(io.RawIOBase):
         for text in chunks:
             if self.differs or self._entry.chunks[self._same : self._same + 1] != (text,):
                 self.differs = True
-                raise _DifferentError
+                raise _DifferentBytesError
             self._found_same(self._same * CHUNK_BYTES)
             self._same += 1
 
 
-class _OneChunk(io.BytesIO):
+class _SmallContent(io.BytesIO):
     """Takes as many bytes as a chunk has."""
 
     is_full = False
@@ -209,9 +211,9 @@ class _OneChunk(io.BytesIO):
     def write(self, data: Any, /) -> int:
         self.is_full = self.is_full or self.tell() + memoryview(data).nbytes > CHUNK_BYTES
         if self.is_full:
-            raise _DifferentError
+            raise _DifferentBytesError
         return super().write(data)
 
 
-class _DifferentError(Exception):
+class _DifferentBytesError(Exception):
     """Raised when the bytes written differ from those of the earlier file, or are more."""

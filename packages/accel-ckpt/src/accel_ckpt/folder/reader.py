@@ -18,20 +18,20 @@ from accel_ckpt.files.progress import Progress
 from accel_ckpt.folder import manifest, recovery
 from accel_ckpt.folder.all_ranks import run_on_all_ranks, run_on_main
 from accel_ckpt.weights.files import WeightFile, find_weight_files
-from accel_ckpt.weights.read_into import fill
+from accel_ckpt.weights.read_into import read_into_model
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
 
 
 @dataclass
-class Reading:
+class CheckpointReader:
     """A checkpoint folder that is being read.
 
     Args:
         folder: The folder.
         names: Its files.
-        strangers: Files that are not in its manifest.
+        unlisted: Files that are not in its manifest.
         facts: What its manifest says about the run.
         has_manifest: Whether it has one; otherwise another implementation wrote the folder.
         device: Where files are read to.
@@ -41,7 +41,7 @@ class Reading:
 
     folder: Path
     names: frozenset[str]
-    strangers: frozenset[str]
+    unlisted: frozenset[str]
     facts: dict[str, Any]
     has_manifest: bool
     device: torch.device
@@ -55,7 +55,7 @@ class Reading:
             return None
         return self._open(name)
 
-    def fill(self, model: torch.nn.Module, *alternatives: str) -> dict[str, torch.Tensor]:
+    def read_into_model(self, model: torch.nn.Module, *alternatives: str) -> dict[str, torch.Tensor]:
         """Read weights straight into a model, those for which that is possible.
 
         Args:
@@ -64,7 +64,7 @@ class Reading:
                 safetensors are read.
 
         Returns:
-            The model's tensors that were read, by name; see `accel_ckpt.weights.read_into.fill`.
+            The model's tensors that were read, by name; see `accel_ckpt.weights.read_into.read_into_model`.
 
         Raises:
             CheckpointError: As there.
@@ -75,7 +75,7 @@ class Reading:
         plain = digests.plain_file(self.folder, name)
         files = self._files(name) if file_names.is_index(name) else [WeightFile(plain, name)]
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        return fill(inner, [file for file in files if file.name.endswith(".safetensors")])
+        return read_into_model(inner, [file for file in files if file.name.endswith(".safetensors")])
 
     def listed(self, index: str) -> list[str]:
         """Return the names of the files that an index of weights names.
@@ -118,7 +118,7 @@ class Reading:
 
 def open_checkpoint(
     input_dir: Path, process: ProcessInfo, map_location: Any, options: dict[str, Any], verify: bool
-) -> Reading:
+) -> CheckpointReader:
     """Find a checkpoint and check its files. Every process must call it.
 
     Args:
@@ -141,45 +141,45 @@ def open_checkpoint(
     )
 
     # Runs on each process by itself; `run_on_all_ranks` makes one process's error the error of all.
-    def check() -> Reading:
+    def check() -> CheckpointReader:
         folder = recovery.find(input_dir)
         described = manifest.read(folder)
         if described is None:
             names = frozenset(manifest.files_in(folder))
             _check_foreign(folder, names)
-            return Reading(folder, names, frozenset(), {}, False, device, options)
+            return CheckpointReader(folder, names, frozenset(), {}, False, device, options)
         facts = dict(described.facts)
-        reading = Reading(folder, described.paths(), frozenset(), facts, True, device, options)
+        reader = CheckpointReader(folder, described.paths(), frozenset(), facts, True, device, options)
         # The processes of a machine see one disk, and each checks a part of it.
-        share = described.files[process.local_rank :: process.local_world_size]
-        total = sum(entry.size for entry in share)
+        shard = described.files[process.local_rank :: process.local_world_size]
+        total = sum(entry.size for entry in shard)
         with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
             digests.verify(
                 folder,
-                share,
+                shard,
                 described.chunk_bytes,
                 verify,
                 progress,
                 described.algorithm,
-                reading.find_mapped,
+                reader.find_mapped,
             )
         # In place, other files live in the folder by right.
-        beside = [] if facts.get("in_place") else manifest.files_in(folder, strict=False)
-        strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
-        return replace(reading, strangers=strangers)
+        files = [] if facts.get("in_place") else manifest.files_in(folder, strict=False)
+        unlisted = frozenset(name for name in files if not name.startswith(".staging-")) - reader.names
+        return replace(reader, unlisted=unlisted)
 
-    reading = run_on_all_ranks(check, process, "checking the checkpoint")
+    reader = run_on_all_ranks(check, process, "checking the checkpoint")
     # "save" is the token of one save; None for folders of another implementation, on all machines alike.
-    saved = run_on_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")
-    run_on_all_ranks(lambda: _check_same(reading, saved), process, "checking the checkpoint")
-    return reading
+    saved = run_on_main(lambda: reader.facts.get("save"), process, "checking the checkpoint")
+    run_on_all_ranks(lambda: _check_same(reader, saved), process, "checking the checkpoint")
+    return reader
 
 
-def _check_same(reading: Reading, saved: str | None) -> None:
+def _check_same(reader: CheckpointReader, saved: str | None) -> None:
     # Machines with disks of their own may have been interrupted between their commits.
-    if reading.facts.get("save") != saved:
+    if reader.facts.get("save") != saved:
         raise CheckpointError(
-            f"{reading.folder} is not from the same save here ({reading.facts.get('save')}) as on the main "
+            f"{reader.folder} is not from the same save here ({reader.facts.get('save')}) as on the main "
             f"process ({saved}). Load an older checkpoint, or copy the folder from the main machine."
         )
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
-from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.buffers import SnapshotBuffer
 from accel_ckpt.background.snapshot import freeze
 from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import FileEntry
@@ -27,7 +27,7 @@ from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
 from accel_ckpt.folder.all_ranks import all_gather_object, raise_if_any_failed, run_on_all_ranks, run_on_main
-from accel_ckpt.folder.links import Earlier, earlier_than, one_chunk
+from accel_ckpt.folder.links import PreviousCheckpoint, find_previous, small_content
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
@@ -44,7 +44,7 @@ class Staging:
         writes_shared: Whether this process writes the files that are the same for all processes.
         writer: What writes its files.
         progress: Counts their bytes.
-        memory: Where copies go that are written later; None to write at once.
+        buffer: Where copies go that are written later; None to write at once.
         earlier: The checkpoint to whose files unchanged ones are linked; None to write all.
         cached: Whether the system's cache keeps the files that are the same for all processes: an incremental
             save reads those of the save before.
@@ -54,17 +54,17 @@ class Staging:
 
     path: Path
     target: Path
-    owner: bool
+    commits: bool
     writes_shared: bool
     writer: Writer
     progress: Progress
-    memory: Memory | None = None
-    earlier: Earlier | None = None
+    buffer: SnapshotBuffer | None = None
+    previous: PreviousCheckpoint | None = None
     cached: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
-    _together: list[Callable[[Any], None]] = field(default_factory=list)
-    _later: list[Callable[[], None]] = field(default_factory=list)
-    _after: list[Callable[[], object]] = field(default_factory=list)
+    _collective_writes: list[Callable[[Any], None]] = field(default_factory=list)
+    _deferred_writes: list[Callable[[], None]] = field(default_factory=list)
+    _post_commit: list[Callable[[], object]] = field(default_factory=list)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -98,19 +98,19 @@ class Staging:
         self._wait()
 
     def _write(self, obj: Any, name: str, safe_serialization: bool) -> None:
-        if self.memory is not None:
-            frozen = freeze(obj, safe_serialization, self.memory)
-            self._later.append(lambda: self._put(name, frozen))
+        if self.buffer is not None:
+            frozen = freeze(obj, safe_serialization, self.buffer)
+            self._deferred_writes.append(lambda: self._write_file(name, frozen))
         else:
-            self._put(name, tensors.writing(obj, safe_serialization))
+            self._write_file(name, tensors.writing(obj, safe_serialization))
 
     def _wait(self) -> None:
         """Wait until what was given may change.
 
         Copies from a device are ordered by its stream, and complete after `Memory.finish`.
         """
-        if self.memory is not None:
-            self.memory.wait_for_cpu()
+        if self.buffer is not None:
+            self.buffer.wait_for_cpu()
 
     def write_bytes(self, content: bytes, name: str) -> None:
         """Write a file of the checkpoint, with the others.
@@ -119,40 +119,40 @@ class Staging:
             content: What to write.
             name: The file's path inside the folder.
         """
-        write = _writing(content)
-        if self.memory is not None:
-            self._later.append(lambda: self._put(name, write))
+        write = _bytes_writer(content)
+        if self.buffer is not None:
+            self._deferred_writes.append(lambda: self._write_file(name, write))
         else:
-            self._put(name, write)
+            self._write_file(name, write)
 
-    def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+    def _write_file(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         path = self.path / name
-        earlier = self.earlier
-        if earlier is not None and earlier.is_small(name):
+        previous = self.previous
+        if previous is not None and previous.is_small(name):
             # It is compared to its end before it is found to differ: made once, for that and for the disk.
-            content = one_chunk(write)
+            content = small_content(write)
             if content is None:
-                earlier = None  # it is larger now
+                previous = None  # it is larger now
             else:
-                write = _writing(content)
-        known = None if earlier is None else earlier.link(name, path, write, self.writer.digest)
-        if known is not None:
-            self.writer.link(path, known.chunks)
+                write = _bytes_writer(content)
+        linked = None if previous is None else previous.link(name, path, write, self.writer.digest)
+        if linked is not None:
+            self.writer.link(path, linked.chunks)
             return
         with self.writer.open(path, self.cached) as file:
             write(file)
 
-    def write_together(self, function: Callable[[Any], None]) -> None:
+    def write_collectively(self, function: Callable[[Any], None]) -> None:
         """Have files written by collective functions, at once or in the background.
 
         Args:
             function: Writes them, given the process group for collectives (None for that of the run). Every
                 process gives as many, and in each of them fails if one does.
         """
-        if self.memory is None:
+        if self.buffer is None:
             function(None)
         else:
-            self._together.append(function)
+            self._collective_writes.append(function)
 
     def after_commit(self, function: Callable[[], object]) -> None:
         """Have something done on every process that commits, once the checkpoint is there.
@@ -160,10 +160,10 @@ class Staging:
         Args:
             function: What to do.
         """
-        self._after.append(function)
+        self._post_commit.append(function)
 
 
-def _writing(content: bytes | memoryview) -> Callable[[IO[bytes]], object]:
+def _bytes_writer(content: bytes | memoryview) -> Callable[[IO[bytes]], object]:
     return lambda file: file.write(content)
 
 
@@ -171,7 +171,7 @@ def _writing(content: bytes | memoryview) -> Callable[[IO[bytes]], object]:
 _OPEN: dict[Path, Staging] = {}
 
 
-def opened_at(folder: str | os.PathLike[str]) -> Staging | None:
+def find_open_staging(folder: str | os.PathLike[str]) -> Staging | None:
     """Return the staging folder that is open at this path, or None."""
     return _OPEN.get(Path(os.path.abspath(folder)))
 
@@ -207,7 +207,7 @@ def staged(
         CheckpointError: On every other process, with what went wrong elsewhere. The target is as it was
             before.
     """
-    inside = opened_at(folder)
+    inside = find_open_staging(folder)
     if inside is not None:
         yield inside
         return
@@ -218,7 +218,7 @@ def staged(
     staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking, incremental)
     _OPEN[staging.path] = staging
     error: Exception | None = None
-    handed_on = False
+    handed_over = False
     try:
         try:
             yield staging
@@ -226,41 +226,41 @@ def staged(
             error = caught
         finally:  # also after an error, as threads may still be copying
             try:
-                if staging.memory is not None:
-                    staging.memory.finish()
+                if staging.buffer is not None:
+                    staging.buffer.synchronize()
             except Exception as caught:
                 error = error or caught
         # Every process gets here: one that failed must not leave the others waiting in a collective.
         raise_if_any_failed(error, process, "writing the checkpoint")
         if blocking:
-            handed_on = True
+            handed_over = True
             _finish(staging, process, None)
         else:
             thread.start(lambda: _finish(staging, process, group))
-            handed_on = True
+            handed_over = True
     finally:
         del _OPEN[staging.path]
-        if not handed_on:
+        if not handed_over:
             _close(staging, sealed=False)
 
 
-_memory: Memory | None = None
+_buffer: SnapshotBuffer | None = None
 
 
-def _memory_for(process: ProcessInfo) -> Memory:
+def _reset_buffer(process: ProcessInfo) -> SnapshotBuffer:
     """Return the memory of saves in the background, of which there is one at a time."""
-    global _memory
-    if _memory is None or _memory.device != process.device:
-        _memory = Memory(process)
-    _memory.begin()
-    return _memory
+    global _buffer
+    if _buffer is None or _buffer.device != process.device:
+        _buffer = SnapshotBuffer(process)
+    _buffer.reset()
+    return _buffer
 
 
-def release_memory() -> None:
+def release_buffer() -> None:
     """Give back the memory that is kept for copies of the state; the next save makes it anew."""
-    global _memory
+    global _buffer
     thread.join()
-    _memory = None
+    _buffer = None
 
 
 def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, incremental: bool) -> Staging:
@@ -284,14 +284,16 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
         path.mkdir(parents=True)
         return True
 
-    owner = run_on_all_ranks(join, process, "opening the checkpoint folder")
-    memory = None if blocking else _memory_for(process)
+    commits = run_on_all_ranks(join, process, "opening the checkpoint folder")
+    buffer = None if blocking else _reset_buffer(process)
     # No bar for a save in the background: it would be drawn across the output of training.
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
-    writes_shared = process.is_main or (each_node and owner)
-    earlier = earlier_than(target) if incremental and writes_shared else None
+    writes_shared = process.is_main or (each_node and commits)
+    previous = find_previous(target) if incremental and writes_shared else None
     writer, facts = Writer(progress), {"save": token}
-    return Staging(path, target, owner, writes_shared, writer, progress, memory, earlier, incremental, facts)
+    return Staging(
+        path, target, commits, writes_shared, writer, progress, buffer, previous, incremental, facts
+    )
 
 
 def _finish(staging: Staging, process: ProcessInfo, group: Any) -> None:
@@ -299,33 +301,35 @@ def _finish(staging: Staging, process: ProcessInfo, group: Any) -> None:
     sealed = False
     try:
         # First, as these are collectives, which all processes have to reach in the same state.
-        for function in staging._together:
+        for function in staging._collective_writes:
             function(group)
         # Every step is agreed on before the next begins: none seals before all have written, none
         # commits before all have sealed.
-        own = run_on_all_ranks(lambda: _write_later(staging), process, "writing the checkpoint", group)
-        written = all_gather_object(own, process, group)
+        entries = run_on_all_ranks(lambda: _write_deferred(staging), process, "writing the checkpoint", group)
+        written = all_gather_object(entries, process, group)
         run_on_all_ranks(lambda: _seal(staging, process, written), process, "writing the checkpoint", group)
         sealed = True
         run_on_all_ranks(lambda: _commit(staging), process, "committing the checkpoint", group)
-        run_on_all_ranks(lambda: _follow_up(staging), process, "cleaning up after the checkpoint", group)
+        run_on_all_ranks(
+            lambda: _run_post_commit(staging), process, "cleaning up after the checkpoint", group
+        )
     finally:
         _close(staging, sealed)
 
 
-def _write_later(staging: Staging) -> tuple[list[FileEntry], int | None]:
+def _write_deferred(staging: Staging) -> tuple[list[FileEntry], int | None]:
     """Write what was kept in memory; return what this process wrote, and the next sequence number here."""
-    for function in staging._later:
+    for function in staging._deferred_writes:
         function()
     # Read before the commit by each machine, and the largest taken: their disks
     # may hold different checkpoints.
-    numbered = staging.owner and file_names.iteration_of(staging.target.name) is not None
+    numbered = staging.commits and file_names.iteration_of(staging.target.name) is not None
     sequence = rotation.next_sequence(staging.target.parent) if numbered else None
     return staging.writer.entries(staging.path), sequence
 
 
 def _seal(staging: Staging, process: ProcessInfo, written: list[tuple[list[FileEntry], int | None]]) -> None:
-    if not staging.owner:
+    if not staging.commits:
         return
     facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
     sequences = [sequence for _, sequence in written if sequence is not None]
@@ -339,13 +343,13 @@ def _seal(staging: Staging, process: ProcessInfo, written: list[tuple[list[FileE
 
 
 def _commit(staging: Staging) -> None:
-    if staging.owner:
+    if staging.commits:
         commit.commit(staging.path, staging.target)
 
 
-def _follow_up(staging: Staging) -> None:
-    if staging.owner:
-        for function in staging._after:
+def _run_post_commit(staging: Staging) -> None:
+    if staging.commits:
+        for function in staging._post_commit:
             function()
 
 
@@ -369,10 +373,10 @@ def _close(staging: Staging, sealed: bool) -> None:
     staging.progress.close()
     # They refer to the staging folder, and it to them. Python collects cycles late, if at all, in a process
     # with many objects, and what they hold would pile up from save to save.
-    for functions in (staging._together, staging._later, staging._after):
+    for functions in (staging._collective_writes, staging._deferred_writes, staging._post_commit):
         functions.clear()
     # Sealed and not committed: the staging folder may be all that there is, and `abandon` looks first.
-    if staging.owner and sealed:
+    if staging.commits and sealed:
         recovery.abandon(staging.path, staging.target)
-    elif staging.owner:
+    elif staging.commits:
         recovery.discard(staging.path)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
-from accel_ckpt.training_state.undo import remember, remember_groups, unchanged_by_failure
+from accel_ckpt.training_state.undo import make_groups_undo, make_undo, undo_on_error
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.info import ProcessInfo
 
@@ -90,7 +90,7 @@ def set_state(
     options = StateDictOptions(full_state_dict=full, strict=False)
     filled = _for_all_parameters(state)
     _reshard(model)
-    with suppress_torch_warnings(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
+    with suppress_torch_warnings(), undo_on_error(optimizer), _without_a_step(optimizer):
         try:
             set_optimizer_state_dict(model, [optimizer], filled, options=options)
         except ValueError as error:
@@ -158,7 +158,7 @@ def load_sharded_optimizer(
     if state is None:
         state = state_to_read(model, optimizer, folder, index, process)
     read_folder(state, folder, process, index)
-    with unchanged_by_failure(optimizer):
+    with undo_on_error(optimizer):
         run_on_all_ranks(
             lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}"
         )
@@ -271,11 +271,11 @@ def _new_state(
     # Put back at the end: the save may lie in the middle of an accumulation window.
     gradients = [item.grad for item in parameters]
     trained = [item for item in parameters if item.requires_grad]
-    put_back = remember(optimizer)
+    restore_state = make_undo(optimizer)
     optimizer.state.clear()
     if callable(train := getattr(optimizer, "train", None)):
         train()  # of a schedule-free one, which makes steps in no other mode; without state nothing changes
-    put_groups_back = remember_groups(optimizer)
+    restore_groups = make_groups_undo(optimizer)
 
     def step() -> None:
         # A subclass may do more in its step; the method is torch's own affair, and may go.
@@ -283,7 +283,7 @@ def _new_state(
             _make_state(optimizer, trained)
             return
         for index in range(min(_SHARES, len(trained))):
-            put_groups_back()  # each is the first step: some optimizers make state in no other
+            restore_groups()  # each is the first step: some optimizers make state in no other
             _step_and_undo(optimizer, trained[index::_SHARES])
 
     try:
@@ -293,7 +293,7 @@ def _new_state(
         with suppress_torch_warnings():
             return get_optimizer_state_dict(model, [optimizer])
     finally:
-        put_back()
+        restore_state()
         for item, gradient in zip(parameters, gradients, strict=True):
             item.grad = gradient
 

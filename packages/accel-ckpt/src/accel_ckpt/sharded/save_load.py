@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accel_ckpt import file_names
-from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.buffers import SnapshotBuffer
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
@@ -54,20 +54,20 @@ _PACKED = "accel_ckpt.packed"
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardedObjects:
     """Models and optimizers of which every process has its part.
 
     Args:
         models: The models.
         optimizers: The optimizers.
         owners: For each optimizer, which model has its parameters.
-        taken: The numbers of models whose weights somebody else saves and loads.
+        skipped: The numbers of models whose weights somebody else saves and loads.
     """
 
     models: Sequence[torch.nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     owners: Sequence[int]
-    taken: Collection[int] = ()
+    skipped: Collection[int] = ()
 
     @classmethod
     def of(
@@ -75,25 +75,27 @@ class Parts:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         owners: Sequence[int] | None = None,
-        taken: Collection[int] = (),
-    ) -> Parts:
+        skipped: Collection[int] = (),
+    ) -> ShardedObjects:
         """Check which optimizer belongs to which model; by default the first to the first, and so on.
 
         Raises:
             ValueError: If one has no model.
         """
-        found = range(len(optimizers)) if owners is None else owners
-        if len(found) != len(optimizers) or any(not 0 <= index < len(models) for index in found):
+        model_numbers = range(len(optimizers)) if owners is None else owners
+        if len(model_numbers) != len(optimizers) or any(
+            not 0 <= index < len(models) for index in model_numbers
+        ):
             raise ValueError(
                 f"each optimizer needs its model, at the same place or named in owners: there are "
                 f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
             )
-        return cls(models, optimizers, found, taken)
+        return cls(models, optimizers, model_numbers, skipped)
 
     @property
-    def kept(self) -> list[tuple[int, torch.nn.Module]]:
+    def saved_models(self) -> list[tuple[int, torch.nn.Module]]:
         """The models whose weights are in parts here, with their numbers."""
-        return [(index, model) for index, model in enumerate(self.models) if index not in self.taken]
+        return [(index, model) for index, model in enumerate(self.models) if index not in self.skipped]
 
     def owner(self, index: int) -> torch.nn.Module:
         """Return the model of an optimizer."""
@@ -102,7 +104,7 @@ class Parts:
     def folders(self) -> list[tuple[str, str]]:
         """Return what each folder is for, and the folder's name."""
         return [
-            *((f"model {i}", file_names.sharded_model_folder(i)) for i, _ in self.kept),
+            *((f"model {i}", file_names.sharded_model_folder(i)) for i, _ in self.saved_models),
             *(
                 (f"optimizer {i}", file_names.sharded_optimizer_folder(i))
                 for i in range(len(self.optimizers))
@@ -111,7 +113,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ShardedComparison:
     """A comparison of folders with the objects that are loaded from them.
 
     Attributes:
@@ -125,7 +127,7 @@ class Comparison:
     differences: list[str]
     indexes: dict[str, Metadata]
     states: dict[int, dict[str, Any]]
-    lacking: list[int]
+    incomplete: list[int]
 
 
 def save_sharded_state(
@@ -134,7 +136,7 @@ def save_sharded_state(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     owners: Sequence[int] | None = None,
-    taken: Collection[int] = (),
+    skipped: Collection[int] = (),
     process: ProcessInfo | None = None,
 ) -> None:
     """Save the weights and optimizer states of sharded models. Every process must call it.
@@ -147,22 +149,22 @@ def save_sharded_state(
         models: The models, sharded with `fully_shard` or not.
         optimizers: The optimizers; with no `owners`, one for each of the first models.
         owners: For each optimizer, which model has its parameters.
-        taken: The numbers of models whose weights are left out.
+        skipped: The numbers of models whose weights are left out.
         process: This process; by default the current one.
 
     Raises:
         ValueError: If there are more optimizers than models.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    parts = Parts.of(models, optimizers, owners, taken)
+    objects = ShardedObjects.of(models, optimizers, owners, skipped)
     process = current_process() if process is None else process
     with staged(output_dir, process=process) as staging:
-        for index, model in parts.kept:
+        for index, model in objects.saved_models:
             weights = pack_extra_state(get_model_state_dict(model), f"model {index}", process)
-            write_parts({"model": weights}, file_names.sharded_model_folder(index), staging, process)
-        for index, optimizer in enumerate(parts.optimizers):
-            state = {"optimizer": sharded_state_to_save(parts.owner(index), optimizer)}
-            write_parts(state, file_names.sharded_optimizer_folder(index), staging, process)
+            write_sharded({"model": weights}, file_names.sharded_model_folder(index), staging, process)
+        for index, optimizer in enumerate(objects.optimizers):
+            state = {"optimizer": sharded_state_to_save(objects.owner(index), optimizer)}
+            write_sharded(state, file_names.sharded_optimizer_folder(index), staging, process)
 
 
 def load_sharded_state(
@@ -190,63 +192,65 @@ def load_sharded_state(
         CorruptCheckpointError: If files are missing, changed, or lead out of the folder.
         CheckpointError: If the folder has no state for one of the objects, or another one than they need.
     """
-    parts = Parts.of(models, optimizers, owners)
+    objects = ShardedObjects.of(models, optimizers, owners)
     process = current_process() if process is None else process
     # Before anything of the objects changes: a damaged checkpoint leaves them as they are.
-    reading = open_checkpoint(Path(input_dir), process, None, {}, verify)
-    compared = compare_parts(reading.folder, reading.names, parts, process)
+    reader = open_checkpoint(Path(input_dir), process, None, {}, verify)
+    compared = compare_sharded(reader.folder, reader.names, objects, process)
     if compared.differences:
-        raise CheckpointError(f"{reading.folder} is of other objects: {'; '.join(compared.differences)}.")
-    load_parts(reading.folder, parts, process, compared)
+        raise CheckpointError(f"{reader.folder} is of other objects: {'; '.join(compared.differences)}.")
+    load_sharded(reader.folder, objects, process, compared)
 
 
-def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: ProcessInfo) -> Comparison:
+def compare_sharded(
+    folder: Path, names: Collection[str], objects: ShardedObjects, process: ProcessInfo
+) -> ShardedComparison:
     """Compare folders with the models and optimizers that they are for. Every process must call it.
 
     Args:
         folder: The checkpoint folder, checked.
         names: Its files.
-        parts: What is to be loaded.
+        objects: What is to be loaded.
         process: This process.
     """
     task = "comparing the checkpoint with the objects given"
 
     def read() -> dict[str, Metadata]:
-        there = [name for _, name in parts.folders() if _has(names, name)]
-        return {name: read_metadata(folder / name) for name in there}
+        existing = [name for _, name in objects.folders() if _has(names, name)]
+        return {name: read_metadata(folder / name) for name in existing}
 
     indexes = run_on_all_ranks(read, process, task)
     saved = {name: index.state_dict_metadata for name, index in indexes.items()}
-    states, lacking = {}, []
-    found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
-    for index, model in parts.kept:
+    states, incomplete = {}, []
+    findings = [f"there is no {name} for {what}" for what, name in objects.folders() if name not in saved]
+    for index, model in objects.saved_models:
         name = file_names.sharded_model_folder(index)
         if name in saved:
             weights = without_extra_state(get_model_state_dict(model), saved[name])
             state = flatten_state_dict({"model": weights})[0]
-            found += [f"{line} {index}" for line in _different_weights(name, saved[name], state)]
-    for index, optimizer in enumerate(parts.optimizers):
+            findings += [f"{line} {index}" for line in _different_weights(name, saved[name], state)]
+    for index, optimizer in enumerate(objects.optimizers):
         name = file_names.sharded_optimizer_folder(index)
         if name in saved:
-            owner = parts.owner(index)
+            owner = objects.owner(index)
             states[index] = state_to_read(owner, optimizer, folder / name, indexes[name], process)
             missing, surplus = different_state(states[index], saved[name])
-            lacking += [index] if missing else []
-            found += [f"{name} has no {key} for optimizer {index}" for key in missing]
-            found += [f"{name} has {key}, which is not in optimizer {index}" for key in surplus]
+            incomplete += [index] if missing else []
+            findings += [f"{name} has no {key} for optimizer {index}" for key in missing]
+            findings += [f"{name} has {key}, which is not in optimizer {index}" for key in surplus]
         else:
-            lacking.append(index)
-    return Comparison(found, indexes, states, lacking)
+            incomplete.append(index)
+    return ShardedComparison(findings, indexes, states, incomplete)
 
 
-def load_parts(
-    folder: Path, parts: Parts, process: ProcessInfo, compared: Comparison, strict: bool = True
+def load_sharded(
+    folder: Path, objects: ShardedObjects, process: ProcessInfo, compared: ShardedComparison, strict: bool = True
 ) -> None:
     """Load optimizers and models from their folders. Every process must call it.
 
     Args:
         folder: The checkpoint folder, checked.
-        parts: What to load into.
+        objects: What to load into.
         process: This process.
         compared: What `compare_parts` returned for it; the states in it are used up.
         strict: False to leave weights as they are that the folder does not have in their shape, objects
@@ -255,18 +259,18 @@ def load_parts(
     Raises:
         CheckpointError: If the state of an optimizer is another one than it needs.
     """
-    for index, optimizer in enumerate(parts.optimizers):
-        if strict or index not in compared.lacking:
+    for index, optimizer in enumerate(objects.optimizers):
+        if strict or index not in compared.incomplete:
             name = file_names.sharded_optimizer_folder(index)
             load_sharded_optimizer(
-                parts.owner(index),
+                objects.owner(index),
                 optimizer,
                 folder / name,
                 process,
                 index=compared.indexes[name],
                 state=compared.states.pop(index),
             )
-    for index, model in parts.kept:
+    for index, model in objects.saved_models:
         name = file_names.sharded_model_folder(index)
         if strict or name in compared.indexes:
             index_read = compared.indexes[name]
@@ -296,13 +300,13 @@ def _all_fit(saved: Mapping[str, Any], key: str, value: Any) -> bool:
 
 def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     short = {key: key.removeprefix("model.") for key in saved.keys() | state.keys()}
-    found = [f"{name} has no {short[key]} for model" for key in state.keys() - saved.keys()]
-    found += [f"{name} has {short[key]}, which is not in model" for key in saved.keys() - state.keys()]
+    findings = [f"{name} has no {short[key]} for model" for key in state.keys() - saved.keys()]
+    findings += [f"{name} has {short[key]}, which is not in model" for key in saved.keys() - state.keys()]
     for key in state.keys() & saved.keys():
         if not _fits(saved, key, state[key]):
             shapes = [*saved[key].size], [*state[key].size()]
-            found.append(f"{short[key]} has the shape {shapes[0]} in {name} and {shapes[1]} in model")
-    return sorted(found)
+            findings.append(f"{short[key]} has the shape {shapes[0]} in {name} and {shapes[1]} in model")
+    return sorted(findings)
 
 
 def pack_extra_state(weights: dict[str, Any], what: str, process: ProcessInfo) -> dict[str, Any]:
@@ -356,7 +360,7 @@ def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_parts(state: dict[str, Any], name: str, staging: Staging, process: ProcessInfo) -> None:
+def write_sharded(state: dict[str, Any], name: str, staging: Staging, process: ProcessInfo) -> None:
     """Write a state, each process its part, into a folder of a checkpoint. Every process must call it.
 
     Args:
@@ -367,33 +371,33 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
     """
     folder = staging.path / name
     state = run_on_all_ranks(lambda: values.encode(state, name), process, f"writing {name}")
-    if staging.memory is not None:
-        state = recursively_apply(_copy, state, staging.memory, {})
-        staging.memory.wait_for_cpu()
+    if staging.buffer is not None:
+        state = recursively_apply(_copy, state, staging.buffer, {})
+        staging.buffer.wait_for_cpu()
 
     def write(group: Any) -> None:
         # Its index is written by rank 0 and taken up in `seal`.
         write_folder(state, folder, process, group, writer=staging.writer)
 
-    staging.write_together(write)
+    staging.write_collectively(write)
 
 
-def _copy(value: torch.Tensor, memory: Memory, meshes: dict[DeviceMesh, DeviceMesh]) -> torch.Tensor:
+def _copy(value: torch.Tensor, buffer: SnapshotBuffer, meshes: dict[DeviceMesh, DeviceMesh]) -> torch.Tensor:
     """Copy a tensor; of a sharded one this process's part.
 
     Args:
         value: The tensor.
-        memory: Where copies are kept.
+        buffer: Where copies are kept.
         meshes: For each mesh the one of its copies, which is added to: a mesh lists all of its processes.
     """
     if not isinstance(value, DTensor):
-        return memory.copy(value)
+        return buffer.copy(value)
     mesh = value.device_mesh
     if mesh not in meshes:
         # The copy is on the CPU and is never computed with: its mesh needs no process group.
         meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(
-        memory.copy(value.to_local()),
+        buffer.copy(value.to_local()),
         meshes[mesh],
         value.placements,
         run_check=False,

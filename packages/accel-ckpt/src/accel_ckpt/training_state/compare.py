@@ -13,7 +13,7 @@ _IN_PARTS = ("sharded", "registered")
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedFiles:
     """The objects to restore.
 
     Args:
@@ -24,7 +24,7 @@ class Expected:
         scaler: Whether there is a loss scaler that is in use.
         custom: How many registered objects.
         folders: Names of folders that have models and optimizers in parts.
-        hooked: Names of files, and roles of files, that the caller reads by itself.
+        skip: Names of files, and roles of files, that the caller reads by itself.
     """
 
     models: int = 0
@@ -34,7 +34,7 @@ class Expected:
     scaler: bool = False
     custom: int = 0
     folders: Collection[str] = ()
-    hooked: Collection[str] = ()
+    skip: Collection[str] = ()
 
 
 @dataclass
@@ -48,16 +48,16 @@ class Findings:
         notes: What is as it should be, and worth a line in the warning.
     """
 
-    core: list[str] = field(default_factory=list)
+    critical: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def audit(
+def compare_files(
     names: Collection[str],
-    strangers: Collection[str],
+    unlisted: Collection[str],
     facts: dict[str, Any],
-    expected: Expected,
+    expected: ExpectedFiles,
     rank: int,
     world_size: int,
     listed: Callable[[str], Collection[str]],
@@ -66,7 +66,7 @@ def audit(
 
     Args:
         names: Its files.
-        strangers: Files in its folder that are not in its manifest.
+        unlisted: Files in its folder that are not in its manifest.
         facts: What its manifest says about the run.
         expected: What is to be restored.
         rank: Rank of this process.
@@ -76,18 +76,18 @@ def audit(
     findings = Findings()
     # `spare` are alternatives that are there beside the file that is loaded,
     # such as .bin beside .safetensors.
-    asked, spare = _compare_shared(frozenset(names), expected, findings)
+    asked, spare = _compare_shared_files(frozenset(names), expected, findings)
     # A model in several files: those that its index names are asked for with it.
     indexes = sorted(filter(file_names.is_index, asked))
     # Not every model has something beside its weights.
     asked.update(map(file_names.extra_state_file, range(expected.models)))
     for index in indexes:
         asked.update(listed(index))
-    hooks_read_shards = any(map(file_names.is_index, expected.hooked))
-    _compare_ranks(frozenset(names), facts, rank, world_size, findings)
+    hooks_read_shards = any(map(file_names.is_index, expected.skip))
+    _compare_per_rank_files(frozenset(names), facts, rank, world_size, findings)
     for name in sorted(names):
         role = file_names.role_of(name)
-        if name in asked or role in (*_PER_RANK, *_IN_PARTS, *expected.hooked):
+        if name in asked or role in (*_PER_RANK, *_IN_PARTS, *expected.skip):
             continue
         if file_names.is_shard(name) and hooks_read_shards:
             continue
@@ -97,37 +97,37 @@ def audit(
         if name in spare:
             findings.others.append(f"{name} is not loaded: {spare[name]} is, in its place")
             continue
-        if name in expected.hooked:
+        if name in expected.skip:
             findings.notes.append(f"{name} is not loaded: a hook has taken its model out")
             continue
         if role == "other":
             findings.notes.append(f"{name} was written by a hook; no hook is registered that could read it")
         else:
             findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
-    in_parts = {role for role in _IN_PARTS if role not in expected.hooked}
+    in_parts = {role for role in _IN_PARTS if role not in expected.skip}
     parts = {name.partition("/")[0] for name in names if file_names.role_of(name) in in_parts}
     findings.notes += [
         f"the folder {name} is not loaded: a hook has taken its model out"
-        for name in sorted(parts.intersection(expected.hooked))
+        for name in sorted(parts.intersection(expected.skip))
     ]
     findings.others += [
         f"the folder {name} is not loaded: there is nothing in parts for it here"
-        for name in sorted(parts.difference(expected.folders, expected.hooked))
+        for name in sorted(parts.difference(expected.folders, expected.skip))
     ]
     # Other files, such as a README, are the user's own.
     findings.notes += [
         f"{name} is ignored: it is not in {file_names.MANIFEST}, so it is not part of what was saved"
-        for name in sorted(strangers)
+        for name in sorted(unlisted)
         if file_names.role_of(name) != "other"
     ]
     return findings
 
 
-def _compare_shared(
-    names: frozenset[str], expected: Expected, findings: Findings
+def _compare_shared_files(
+    names: frozenset[str], expected: ExpectedFiles, findings: Findings
 ) -> tuple[set[str], dict[str, str]]:
     """Note what is missing; return the names of what is loaded, and what is not by what is in its place."""
-    core = [
+    critical = [
         *((f"model {i}", file_names.model_files(i)) for i in range(expected.models)),
         *((f"optimizer {i}", [file_names.optimizer_file(i)]) for i in range(expected.optimizers)),
         *((f"scheduler {i}", [file_names.scheduler_file(i)]) for i in range(expected.schedulers)),
@@ -138,15 +138,15 @@ def _compare_shared(
         *((f"registered object {i}", [file_names.custom_file(i)]) for i in range(expected.custom)),
     ]
     # Any of the alternative names will do; the first that is there is the one that is loaded.
-    for needed, missing in ((core, findings.core), (others, findings.others)):
+    for needed, missing in ((critical, findings.critical), (others, findings.others)):
         for what, files in needed:
             if names.isdisjoint(files):
                 missing.append(f"there is no {' or '.join(files)} for {what}")
-    found = [[name for name in files if name in names] for _, files in (*core, *others)]
+    found = [[name for name in files if name in names] for _, files in (*critical, *others)]
     return {there[0] for there in found if there}, {name: there[0] for there in found for name in there[1:]}
 
 
-def _compare_ranks(
+def _compare_per_rank_files(
     names: frozenset[str], facts: dict[str, Any], rank: int, world_size: int, findings: Findings
 ) -> None:
     saved = facts.get("world_size")
@@ -178,13 +178,13 @@ def _compare_ranks(
                 f"the state of a sampler was saved by one of {saved} processes, and may not fit {world_size}"
             )
     if facts.get("open_window") and saved != world_size:
-        findings.core.append(
+        findings.critical.append(
             f"it was saved in the middle of an accumulation window on {saved} processes, and the gradients "
             f"of {saved} do not fit {world_size}: load it on {saved}, or load one that was saved at the end "
             "of a window"
         )
     elif facts.get("open_window") and file_names.gradients_file(rank) not in names:
-        findings.core.append(
+        findings.critical.append(
             "it was saved in the middle of an accumulation window, and has no "
             f"{file_names.gradients_file(rank)}: load one that was saved at the end of a window"
         )

@@ -26,7 +26,7 @@ def frozen_names(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, value in named if not value.requires_grad)
 
 
-def parts_of_model(
+def split_into_files(
     state: Mapping[str, Any],
     index: int,
     frozen: Collection[str],

@@ -18,20 +18,20 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import plain_file
 from accel_ckpt.folder import recovery
 from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
-from accel_ckpt.folder.reader import Reading, open_checkpoint
-from accel_ckpt.training_state.compare import Expected, Findings, audit
+from accel_ckpt.folder.reader import CheckpointReader, open_checkpoint
+from accel_ckpt.training_state.compare import ExpectedFiles, Findings, compare_files
 from accel_ckpt.training_state.gradients import different_gradients, set_gradients
 from accel_ckpt.training_state.models import compare_models, load_models
-from accel_ckpt.training_state.optimizer_groups import inner_optimizer, match_groups, schedules_of
+from accel_ckpt.training_state.optimizer_groups import inner_optimizer, match_groups, schedulers_of
 from accel_ckpt.training_state.rng import get_rng_state, set_rng_state
 from accel_ckpt.training_state.rng_resharding import fingerprints, random_states_for
-from accel_ckpt.training_state.undo import keep, remember
+from accel_ckpt.training_state.undo import make_undo, register_undo
 from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
-    from accel_ckpt.sharded.save_load import Parts
+    from accel_ckpt.sharded.save_load import ShardedObjects
 
 Folder = str | os.PathLike[str]
 
@@ -94,11 +94,17 @@ def load_accelerator_state(
     """
     process = current_process() if process is None else process
     thread.wait()
-    reading = open_checkpoint(Path(input_dir), process, map_location, dict(load_kwargs or {}), verify)
+    reader = open_checkpoint(Path(input_dir), process, map_location, dict(load_kwargs or {}), verify)
     objects = Objects(models, optimizers, schedulers, dataloaders, scaler, custom_objects or ())
-    hooked = {"custom"} if custom_objects is None else set()
+    skip = {"custom"} if custom_objects is None else set()
     return restore(
-        reading, objects, process_index, process, hooked=hooked, strict=strict, **load_model_func_kwargs
+        reader,
+        objects,
+        process_index,
+        process,
+        skip=skip,
+        strict=strict,
+        **load_model_func_kwargs,
     )
 
 
@@ -112,20 +118,20 @@ class Objects:
     loaders: Sequence[Any]
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
-    parts: Parts | None = None  # further models and optimizers
-    owners: Sequence[torch.nn.Module] = ()  # all models, where some are not loaded here
-    sharded: bool = False  # whether processes have parts of the models, however these are loaded
+    sharded: ShardedObjects | None = None  # further models and optimizers
+    optimizer_models: Sequence[torch.nn.Module] = ()  # all models, where some are not loaded here
+    is_sharded: bool = False  # whether processes have parts of the models, however these are loaded
 
     @property
-    def every(self) -> Sequence[torch.nn.Module]:
+    def all_models(self) -> Sequence[torch.nn.Module]:
         """All models whose parameters optimizers and gradients may be of."""
-        return self.owners or self.models
+        return self.optimizer_models or self.models
 
-    def expected(self, hooked: Collection[str]) -> Expected:
+    def expected(self, skip: Collection[str]) -> ExpectedFiles:
         """Return what files they need."""
         # A scaler that is off has an empty state, which torch does not load: load_state_dict returns at once.
         off = self.scaler is not None and not self.scaler.is_enabled()
-        return Expected(
+        return ExpectedFiles(
             models=len(self.models),
             optimizers=len(self.optimizers),
             schedulers=len(self.schedulers),
@@ -133,10 +139,10 @@ class Objects:
             scaler=self.scaler is not None and not off,
             custom=len(self.custom),
             folders=[
-                *([] if self.parts is None else [name for _, name in self.parts.folders()]),
+                *([] if self.sharded is None else [name for _, name in self.sharded.folders()]),
                 *(file_names.custom_folder(index) for index in range(len(self.custom))),
             ],
-            hooked={*hooked, *(["scaler"] if off else [])},
+            skip={*skip, *(["scaler"] if off else [])},
         )
 
     def stateful(self) -> list[tuple[Any, str]]:
@@ -152,12 +158,12 @@ class Objects:
 
 
 def restore(
-    reading: Reading,
+    reader: CheckpointReader,
     objects: Objects,
     process_index: int,
     process: ProcessInfo,
     *,
-    hooked: Collection[str] = (),
+    skip: Collection[str] = (),
     strict: bool | None = None,
     only_check: bool = False,
     **load_model_func_kwargs: Any,
@@ -165,11 +171,11 @@ def restore(
     """Load an opened checkpoint. Every process must call it.
 
     Args:
-        reading: What `open_checkpoint` returned.
+        reader: What `open_checkpoint` returned.
         objects: What to load it into.
         process_index: Rank of this process.
         process: This process.
-        hooked: Names of files, and roles of files, that the caller reads by itself.
+        skip: Names of files, and roles of files, that the caller reads by itself.
         strict: As for `load_accelerator_state`.
         only_check: Whether to compare the files with the objects, and load nothing.
         **load_model_func_kwargs: As there.
@@ -183,50 +189,53 @@ def restore(
     # Filled before `check`: comparing parts is collective, and `check` runs inside an agreement.
     different: list[str] = []
     states: dict[str, Any] = {}  # what is loaded, by file
-    left: list[Any] = []  # optimizers that are not
+    not_loaded: list[Any] = []  # optimizers that are not
     loaders: list[tuple[Any, Any]] = []  # with their states
-    if objects.parts is not None:
-        from accel_ckpt.sharded.save_load import compare_parts, load_parts  # takes most of a second to import
+    if objects.sharded is not None:
+        # Takes most of a second to import.
+        from accel_ckpt.sharded.save_load import compare_sharded, load_sharded
 
-        compared = compare_parts(reading.folder, reading.names, objects.parts, process)
+        compared = compare_sharded(reader.folder, reader.names, objects.sharded, process)
         different = compared.differences
-        left += [objects.parts.optimizers[index] for index in compared.lacking] if strict is False else []
+        not_loaded += (
+            [objects.sharded.optimizers[index] for index in compared.incomplete] if strict is False else []
+        )
 
     def check() -> Findings:
-        findings = _audit(reading, objects, hooked, process_index, process)
-        findings.core += different
-        findings.core += compare_models(reading, objects.models)
-        left.extend(_optimizers_left(reading, objects, hooked, states, findings))
-        idle = _schedules_left(reading, objects.schedulers, left, findings)
-        stateful = [name for _, name in objects.stateful() if name in reading.names - idle]
-        states.update((name, reading.load(name)) for name in stateful)
-        _read_gradients(reading, objects.every, process_index, process, states, findings)
+        findings = _audit(reader, objects, skip, process_index, process)
+        findings.critical += different
+        findings.critical += compare_models(reader, objects.models)
+        not_loaded.extend(_read_optimizers(reader, objects, skip, states, findings))
+        unused = _unused_scheduler_files(reader, objects.schedulers, not_loaded, findings)
+        stateful = [name for _, name in objects.stateful() if name in reader.names - unused]
+        states.update((name, reader.load(name)) for name in stateful)
+        _read_gradients(reader, objects.all_models, process_index, process, states, findings)
         for index, loader in enumerate(objects.loaders):
-            if (fitting := _check_loader(reading, loader, index, undo, findings)) is not None:
-                loaders.append(fitting)
-        _check_findings(reading, findings, strict)
+            if (loadable := _check_loader(reader, loader, index, undo, findings)) is not None:
+                loaders.append(loadable)
+        _check_findings(reader, findings, strict)
         return findings
 
-    def load_small() -> dict[str, Any]:
+    def load_stateful() -> dict[str, Any]:
         # All are kept before the first is loaded, as a state_dict may be collective.
         for item, name in objects.stateful():
             if name in states:
-                keep(item, undo)
+                register_undo(item, undo)
         for item, name in objects.stateful():
             if name in states:
                 item.load_state_dict(states.pop(name))
-        result = _set_random(reading, generators, process, findings)
+        result = _set_random(reader, generators, process, findings)
         # Before anything is changed for good, as a warning may be an error here.
-        _warn_differences(reading, findings, process)
+        _warn_differences(reader, findings, process)
         return result
 
     def load() -> None:
         options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
-        _load_objects(reading, objects, states, loaders, options, fill=not load_model_func_kwargs)
+        _load_objects(reader, objects, states, loaders, options, read_directly=not load_model_func_kwargs)
         # Once more: loading modules and optimizers may draw random numbers.
         set_rng_state(generators, process)
         if gradients in states:
-            set_gradients(objects.every, states.pop(gradients))
+            set_gradients(objects.all_models, states.pop(gradients))
 
     # All is compared before anything is changed, as far as it can be. What may still refuse its state comes
     # before the models, and is put back if something fails. Collectives come between, in one order.
@@ -236,14 +245,14 @@ def restore(
         findings = run_on_all_ranks(check, process, "comparing the checkpoint with the objects given")
         if only_check:
             return {}
-        generators = _random_states(reading, process_index, process)
-        states |= _load_registered(reading, objects, states, process)
-        result = run_on_all_ranks(load_small, process, "loading the checkpoint")
-        if objects.every and reading.facts.get("open_window") and gradients not in states:
+        generators = _random_states(reader, process_index, process)
+        states |= _load_registered(reader, objects, states, process)
+        result = run_on_all_ranks(load_stateful, process, "loading the checkpoint")
+        if objects.all_models and reader.facts.get("open_window") and gradients not in states:
             result = {"step": 0}  # training begins a new window
-        _keep_optimizers(objects, undo)
-        if objects.parts is not None:
-            load_parts(reading.folder, objects.parts, process, compared, strict is not False)
+        _register_optimizer_undo(objects, undo)
+        if objects.sharded is not None:
+            load_sharded(reader.folder, objects.sharded, process, compared, strict is not False)
         run_on_all_ranks(load, process, "loading the checkpoint")
         undo.pop_all()
     return result
@@ -268,54 +277,65 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
 
 
 def _audit(
-    reading: Reading, objects: Objects, hooked: Collection[str], process_index: int, process: ProcessInfo
+    reader: CheckpointReader,
+    objects: Objects,
+    skip: Collection[str],
+    process_index: int,
+    process: ProcessInfo,
 ) -> Findings:
     """Compare the files that are there with those that the objects need."""
-    findings = audit(
-        reading.names,
-        reading.strangers,
-        reading.facts,
-        objects.expected(hooked),
+    findings = compare_files(
+        reader.names,
+        reader.unlisted,
+        reader.facts,
+        objects.expected(skip),
         process_index,
         process.world_size,
-        reading.listed,
+        reader.listed,
     )
     scaler = objects.scaler
-    if scaler is not None and not scaler.is_enabled() and reading.load(file_names.SCALER):
+    if scaler is not None and not scaler.is_enabled() and reader.load(file_names.SCALER):
         findings.others.append(f"{file_names.SCALER} is not loaded: the loss scaler here is off")
     return findings
 
 
-def _optimizers_left(
-    reading: Reading, objects: Objects, hooked: Collection[str], states: dict[str, Any], findings: Findings
+def _read_optimizers(
+    reader: CheckpointReader,
+    objects: Objects,
+    skip: Collection[str],
+    states: dict[str, Any],
+    findings: Findings,
 ) -> Iterator[Any]:
     """Read the states of optimizers; yields the optimizers that have none here."""
     for index, optimizer in enumerate(objects.optimizers):
         name = file_names.optimizer_file(index)
-        if name in reading.names:
-            state, lines = match_groups(name, index, reading.load(name), optimizer, objects.every)
-            findings.core += lines
+        if name in reader.names:
+            state, lines = match_groups(name, index, reader.load(name), optimizer, objects.all_models)
+            findings.critical += lines
             if lines:
                 yield optimizer
             else:
                 states[name] = state
-        elif not {name, file_names.role_of(name)} & {*hooked}:
+        elif not {name, file_names.role_of(name)} & {*skip}:
             yield optimizer
 
 
-def _keep_optimizers(objects: Objects, undo: ExitStack) -> None:
-    for item in [*objects.optimizers, *([] if objects.parts is None else objects.parts.optimizers)]:
+def _register_optimizer_undo(objects: Objects, undo: ExitStack) -> None:
+    for item in [
+        *objects.optimizers,
+        *([] if objects.sharded is None else objects.sharded.optimizers),
+    ]:
         if isinstance(optimizer := inner_optimizer(item), torch.optim.Optimizer):
-            undo.callback(remember(optimizer))
+            undo.callback(make_undo(optimizer))
 
 
 def _load_objects(
-    reading: Reading,
+    reader: CheckpointReader,
     objects: Objects,
     states: dict[str, Any],
     loaders: Sequence[tuple[Any, Any]],
     options: dict[str, Any],
-    fill: bool,
+    read_directly: bool,
 ) -> None:
     """Load optimizers, models and loaders."""
     for index, optimizer in enumerate(objects.optimizers):
@@ -323,34 +343,39 @@ def _load_objects(
         if name in states:
             optimizer.load_state_dict(states.pop(name))
     # Options may say that the model's tensors are replaced.
-    load_models(reading, objects.models, options, fill=fill)
-    for loader, place in loaders:
-        loader.load_state_dict(place)
+    load_models(reader, objects.models, options, read_directly=read_directly)
+    for loader, state in loaders:
+        loader.load_state_dict(state)
 
 
 def _load_registered(
-    reading: Reading, objects: Objects, states: dict[str, Any], process: ProcessInfo
+    reader: CheckpointReader, objects: Objects, states: dict[str, Any], process: ProcessInfo
 ) -> dict[str, Any]:
     """The states of registered objects, which may have parts, by file. Every process must call it."""
     found: dict[str, Any] = {}
-    if not objects.sharded and not any(file_names.role_of(name) == "registered" for name in reading.names):
+    if not objects.is_sharded and not any(file_names.role_of(name) == "registered" for name in reader.names):
         return found
-    from accel_ckpt.training_state.registered import load_registered_parts  # takes most of a second to import
+    # Takes most of a second to import.
+    from accel_ckpt.training_state.registered import load_registered_shards
 
     for index, item in enumerate(objects.custom):
         name = file_names.custom_file(index)
-        if name in reading.names:
-            place = reading.folder, reading.names
-            found[name] = load_registered_parts(item, index, states[name], *place, objects.sharded, process)
+        if name in reader.names:
+            folder_and_names = reader.folder, reader.names
+            found[name] = load_registered_shards(
+                item, index, states[name], *folder_and_names, objects.is_sharded, process
+            )
     return found
 
 
-def _schedules_left(
-    reading: Reading, schedulers: Sequence[Any], left: Sequence[Any], findings: Findings
+def _unused_scheduler_files(
+    reader: CheckpointReader, schedulers: Sequence[Any], not_loaded: Sequence[Any], findings: Findings
 ) -> set[str]:
     """Note the files of schedulers whose optimizers are left: other groups have rates of their own."""
-    names = {file_names.scheduler_file(index) for index in schedules_of(schedulers, left)} & reading.names
-    findings.core += [
+    names = {
+        file_names.scheduler_file(index) for index in schedulers_of(schedulers, not_loaded)
+    } & reader.names
+    findings.critical += [
         f"{name} is not loaded: it sets the rates of an optimizer that is not" for name in sorted(names)
     ]
     return names
@@ -367,29 +392,29 @@ def _loader_files(loader: Any, index: int) -> list[str]:
 
 
 def _check_loader(
-    reading: Reading, loader: Any, index: int, undo: ExitStack, findings: Findings
+    reader: CheckpointReader, loader: Any, index: int, undo: ExitStack, findings: Findings
 ) -> tuple[Any, Any] | None:
     """Return the loader or its sampler, with its state, if it is still to be loaded."""
-    name = next((name for name in _loader_files(loader, index) if name in reading.names), None)
+    name = next((name for name in _loader_files(loader, index) if name in reader.names), None)
     if name is None:
         return None
     target = loader if name == file_names.loader_file(index) else loader.sampler
-    state = reading.load(name)
-    fitting = getattr(target, "fitting_state_dict", None)
+    state = reader.load(name)
+    loadable = getattr(target, "fitting_state_dict", None)
     try:
-        if fitting is not None:
-            return target, fitting(state)
+        if loadable is not None:
+            return target, loadable(state)
         # One that cannot check a state is loaded now, as that is the only way to see whether it refuses.
-        keep(target, undo)
+        register_undo(target, undo)
         target.load_state_dict(state)
     except Exception as error:
         fault = f"{name} does not fit loader {index}, which begins from the start without it"
-        findings.core.append(f"{fault}: {str(error).rstrip('.')}")
+        findings.critical.append(f"{fault}: {str(error).rstrip('.')}")
     return None
 
 
 def _read_gradients(
-    reading: Reading,
+    reader: CheckpointReader,
     models: Sequence[torch.nn.Module],
     process_index: int,
     process: ProcessInfo,
@@ -399,27 +424,27 @@ def _read_gradients(
     """Read the gradients of the open accumulation window, if there is one that can be restored."""
     name = file_names.gradients_file(process_index)
     # What was gathered on other data shards does not fit.
-    same = reading.facts.get("world_size") == process.world_size
-    if not (models and reading.facts.get("open_window") and name in reading.names and same):
+    is_same_size = reader.facts.get("world_size") == process.world_size
+    if not (models and reader.facts.get("open_window") and name in reader.names and is_same_size):
         return
-    gradients = reading.load(name)
-    if strange := different_gradients(models, gradients):
-        findings.core.append(
-            f"{name} has gradients of an open accumulation window for {', '.join(strange)}, which the models "
+    gradients = reader.load(name)
+    if mismatched := different_gradients(models, gradients):
+        findings.critical.append(
+            f"{name} has gradients of an open accumulation window for {', '.join(mismatched)}, which the models "
             "here do not have in this shape"
         )
     else:
         states[name] = gradients
 
 
-def _random_states(reading: Reading, process_index: int, process: ProcessInfo) -> dict[str, Any]:
+def _random_states(reader: CheckpointReader, process_index: int, process: ProcessInfo) -> dict[str, Any]:
     """Read the generators of this process, or derive them. Every process calls it, and opens one file."""
-    saved = reading.facts.get("world_size", process.world_size)
+    saved = reader.facts.get("world_size", process.world_size)
     # Beyond the number that saved, a rank starts from the file of its rank modulo that number.
     name = file_names.random_states_file(process_index % saved)
 
     def read() -> dict[str, Any]:
-        return reading.load(name) or {}
+        return reader.load(name) or {}
 
     states: dict[str, Any] = run_on_all_ranks(read, process, "reading the random generators")
     if process.world_size > saved:
@@ -432,36 +457,36 @@ def _random_states(reading: Reading, process_index: int, process: ProcessInfo) -
 
 
 def _set_random(
-    reading: Reading, states: dict[str, Any], process: ProcessInfo, findings: Findings
+    reader: CheckpointReader, states: dict[str, Any], process: ProcessInfo, findings: Findings
 ) -> dict[str, Any]:
     if states and (missing := set_rng_state(states, process)):
         findings.notes.append(f"the random generators saved do not include {', '.join(missing)}")
-    step = reading.facts.get("step", states.get("step"))
+    step = reader.facts.get("step", states.get("step"))
     result = {} if step is None else {"step": step}
-    if "window" in states and reading.facts.get("world_size", process.world_size) == process.world_size:
+    if "window" in states and reader.facts.get("world_size", process.world_size) == process.world_size:
         result["window"] = states["window"]
     return result
 
 
-def _check_findings(reading: Reading, findings: Findings, strict: bool | None) -> None:
-    demanding = reading.has_manifest if strict is None else strict
-    fatal = [] if strict is False else findings.core
-    fatal = fatal + (findings.others if demanding else [])
+def _check_findings(reader: CheckpointReader, findings: Findings, strict: bool | None) -> None:
+    is_strict = reader.has_manifest if strict is None else strict
+    fatal = [] if strict is False else findings.critical
+    fatal = fatal + (findings.others if is_strict else [])
     if fatal:
         raise CheckpointError(
-            f"{reading.folder} and what it is loaded into differ: {'; '.join(fatal)}. Load into the objects "
+            f"{reader.folder} and what it is loaded into differ: {'; '.join(fatal)}. Load into the objects "
             "that were saved, in the same order; or restore what fits, and get a warning of the rest, with "
             "strict=False."
         )
 
 
-def _warn_differences(reading: Reading, findings: Findings, process: ProcessInfo) -> None:
+def _warn_differences(reader: CheckpointReader, findings: Findings, process: ProcessInfo) -> None:
     """Warn of all differences on the main process; on others, of what is their own."""
-    lines = [*findings.core, *findings.others, *findings.notes]
+    lines = [*findings.critical, *findings.others, *findings.notes]
     # The main process has reported what is the same for all; the random generators are each process's own.
     if not process.is_main:
         lines = [line for line in lines if file_names.random_states_file(process.rank) in line]
     if lines:
         warn(
-            f"Checkpoint {reading.folder}: {'; '.join(lines)}.", about="run" if process.is_main else "process"
+            f"Checkpoint {reader.folder}: {'; '.join(lines)}.", about="run" if process.is_main else "process"
         )

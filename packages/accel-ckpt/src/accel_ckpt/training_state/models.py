@@ -9,21 +9,21 @@ import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.files import tensors
-from accel_ckpt.folder.reader import Reading
+from accel_ckpt.folder.reader import CheckpointReader
 from accel_ckpt.weights.model_tensors import without_wrapper_names
 from accel_ops.modules import extract_model_from_parallel
 
 
-def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
+def compare_models(reader: CheckpointReader, models: Sequence[torch.nn.Module]) -> list[str]:
     """Return a line for each weight that is missing on one side, or has another shape.
 
     Args:
-        reading: The checkpoint.
+        reader: The checkpoint.
         models: The models, prepared or not; one without a file is passed over.
     """
     lines: list[str] = []
     for index, model in enumerate(models):
-        state = _load(reading, index)
+        state = _load(reader, index)
         if state is None:
             continue
         inner, state = _fitting(model, state)
@@ -40,22 +40,26 @@ def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[
 
 
 def load_models(
-    reading: Reading, models: Sequence[torch.nn.Module], options: dict[str, Any], *, fill: bool
+    reader: CheckpointReader,
+    models: Sequence[torch.nn.Module],
+    options: dict[str, Any],
+    *,
+    read_directly: bool,
 ) -> None:
     """Load models from their files.
 
     Args:
-        reading: The checkpoint.
+        reader: The checkpoint.
         models: The models, prepared or not; one without a file stays as it is.
         options: Options of `load_state_dict`. With `strict=False` weights of another shape stay too.
-        fill: Whether files are read straight into the models' tensors where that is possible.
+        read_directly: Whether files are read straight into the models' tensors where that is possible.
     """
     for index, model in enumerate(models):
-        state = _load(reading, index)
+        state = _load(reader, index)
         if state is None:
             continue
-        filled = reading.fill(model, *file_names.model_files(index)) if fill else {}
-        inner, state = _fitting(model, {**state, **filled})
+        already_read = reader.read_into_model(model, *file_names.model_files(index)) if read_directly else {}
+        inner, state = _fitting(model, {**state, **already_read})
         if options.get("strict") is False:
             # torch passes over missing names only, and raises for shapes.
             expected = inner.state_dict()
@@ -64,16 +68,16 @@ def load_models(
                 for name, value in state.items()
                 if name in expected and (_is_extra(name) or _shape(value) == _shape(expected[name]))
             }
-        # Through torch's method, also for what `fill` has read: it copies a tensor onto itself at no cost,
+        # Through torch's method, also for what `read_into_model` has read: it copies a tensor onto itself at no cost,
         # checks names and runs the model's hooks.
         inner.load_state_dict(state, **options)
-        del state, filled  # and what they hold of the file, before the next is opened
+        del state, already_read  # and what they hold of the file, before the next is opened
 
 
-def _load(reading: Reading, index: int) -> Any:
+def _load(reader: CheckpointReader, index: int) -> Any:
     """The state of a model, with what is no weight; None if there is no file."""
-    state = reading.load(*file_names.model_files(index))
-    extra = reading.load(file_names.extra_state_file(index))
+    state = reader.load(*file_names.model_files(index))
+    extra = reader.load(file_names.extra_state_file(index))
     return state if state is None or extra is None else {**state, **extra}
 
 

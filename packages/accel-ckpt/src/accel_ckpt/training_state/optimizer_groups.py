@@ -46,7 +46,7 @@ def match_groups(
     return _numbered(file, index, state, own, named)
 
 
-def schedules_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[int]:
+def schedulers_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[int]:
     """Return which schedulers set the learning rates of some optimizers.
 
     Args:

@@ -23,7 +23,7 @@ from accel_ckpt.files import values
 from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
-from accel_ckpt.sharded.save_load import write_parts
+from accel_ckpt.sharded.save_load import write_sharded
 from accel_ops.torch_compat import shard_replicated
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.info import ProcessInfo
@@ -42,8 +42,8 @@ def save_registered(item: Any, index: int, staging: Staging, process: ProcessInf
         process: This process.
     """
     state = run_on_all_ranks(item.state_dict, process, f"state_dict of registered object {index}")
-    check_local_parts(item, index, state, process)
-    state = save_registered_parts(index, state, staging, process)
+    check_same_on_all_ranks(item, index, state, process)
+    state = save_registered_shards(index, state, staging, process)
 
     def write() -> None:
         if staging.writes_shared:
@@ -54,7 +54,7 @@ def save_registered(item: Any, index: int, staging: Staging, process: ProcessInf
     run_on_all_ranks(write, process, f"writing {file_names.custom_file(index)}")
 
 
-def check_local_parts(obj: Any, index: int, state: Any, process: ProcessInfo) -> None:
+def check_same_on_all_ranks(obj: Any, index: int, state: Any, process: ProcessInfo) -> None:
     """Reject floating-point tensors that differ between processes. Every process must call it.
 
     They are a process's own parts of something, and a checkpoint keeps those of the first process alone.
@@ -89,7 +89,7 @@ def check_local_parts(obj: Any, index: int, state: Any, process: ProcessInfo) ->
         )
 
 
-def save_registered_parts(index: int, state: Any, staging: Staging, process: ProcessInfo) -> Any:
+def save_registered_shards(index: int, state: Any, staging: Staging, process: ProcessInfo) -> Any:
     """Write the tensors of a state that are in parts. Every process must call it.
 
     Args:
@@ -113,11 +113,11 @@ def save_registered_parts(index: int, state: Any, staging: Staging, process: Pro
 
     left = _map(take, state)
     if parts:
-        write_parts({"parts": parts}, file_names.custom_folder(index), staging, process)
+        write_sharded({"parts": parts}, file_names.custom_folder(index), staging, process)
     return left
 
 
-def load_registered_parts(
+def load_registered_shards(
     obj: Any,
     index: int,
     saved: Any,

@@ -11,8 +11,8 @@ import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.staging import opened_at, staged
-from accel_ckpt.training_state.frozen_weights import parts_of_model
+from accel_ckpt.folder.staging import find_open_staging, staged
+from accel_ckpt.training_state.frozen_weights import split_into_files
 from accel_ckpt.training_state.rng import get_rng_state
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
@@ -81,7 +81,9 @@ def save_accelerator_state(
         if staging.writes_shared:
             for index, state in enumerate(model_states):
                 names = frozen[index] if frozen else ()
-                weights, indexes = parts_of_model(state, index, names, safe_serialization, gathered=gathered)
+                weights, indexes = split_into_files(
+                    state, index, names, safe_serialization, gathered=gathered
+                )
                 parts |= {
                     name: part if name.endswith(".safetensors") else values.encode(part, f"model {index}")
                     for name, part in weights.items()
@@ -96,7 +98,7 @@ def save_accelerator_state(
         if gradients is not None:
             staging.facts["open_window"] = True
             parts[file_names.gradients_file(process_index)] = gradients
-        if staging.memory is None:
+        if staging.buffer is None:
             # Tensors only, as the rest is small: a bar needs no exact total.
             staging.progress.total = sum(map(_tensor_bytes, parts.values()))
         staging.write_all(parts)
@@ -116,7 +118,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         ValueError: If its state has a value that no load would take; it names it.
     """
     file = Path(path) / file_names.custom_file(index)
-    staging = opened_at(path)
+    staging = find_open_staging(path)
     if staging is None or staging.writes_shared:
         state = values.encode(obj.state_dict(), f"registered object {index} ({type(obj).__name__})")
     if staging is None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from accel_ops.trees.walk import recursively_apply
 
 
-def keep(item: Any, undo: contextlib.ExitStack) -> None:
+def register_undo(item: Any, undo: contextlib.ExitStack) -> None:
     """Have an object with a `state_dict` put back as it is now.
 
     Args:
@@ -20,10 +20,10 @@ def keep(item: Any, undo: contextlib.ExitStack) -> None:
         undo: What is called if the load fails.
     """
     with contextlib.suppress(Exception):
-        undo.callback(_put_back, item, recursively_apply(_copy, item.state_dict()))
+        undo.callback(_restore_state, item, recursively_apply(_copy, item.state_dict()))
 
 
-def _put_back(item: Any, state: Any) -> None:
+def _restore_state(item: Any, state: Any) -> None:
     # The error that made the load fail is the one to report.
     with contextlib.suppress(Exception):
         item.load_state_dict(state)
@@ -35,44 +35,44 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def unchanged_by_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def undo_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A context that puts an optimizer's state and groups back if it is left with an error.
 
     Args:
         optimizer: The optimizer itself, in no wrapper.
     """
-    put_back = remember(optimizer)
+    restore_state = make_undo(optimizer)
     try:
         yield
     except BaseException:
-        put_back()
+        restore_state()
         raise
 
 
-def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def make_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return what puts an optimizer's state and groups back, if the state's tensors are not written to."""
     state, others = dict(optimizer.state), {**vars(optimizer)}
-    put_groups_back = remember_groups(optimizer)
+    restore_groups = make_groups_undo(optimizer)
 
-    def put_back() -> None:
+    def restore_state() -> None:
         # Attributes as well, as a step may change them.
         vars(optimizer).update(others)
         # In place: what wraps another optimizer lets nobody set these two.
         optimizer.state.clear()
         optimizer.state.update(state)
-        put_groups_back()
+        restore_groups()
 
-    return put_back
+    return restore_state
 
 
-def remember_groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def make_groups_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return what puts an optimizer's groups back; their tensors stay the same, with the values of now."""
     groups = [
         (group, dict(group), {key: value.clone() for key, value in group.items() if torch.is_tensor(value)})
         for group in optimizer.param_groups
     ]
 
-    def put_back() -> None:
+    def restore_state() -> None:
         for group, values, copies in groups:
             group.clear()
             group.update(values)
@@ -80,4 +80,4 @@ def remember_groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 group[key].copy_(copy)
         optimizer.param_groups[:] = [group for group, *_ in groups]
 
-    return put_back
+    return restore_state

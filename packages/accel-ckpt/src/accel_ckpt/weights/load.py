@@ -400,13 +400,13 @@ def _report_differences(
     strict: bool,
 ) -> None:
     """Raise if strict; else warn of weights that the model has alone, and log those that the files have."""
-    lacking = f"in the model and not in the files: {', '.join(sorted(missing))}"
+    incomplete = f"in the model and not in the files: {', '.join(sorted(missing))}"
     surplus = f"in the files and not in the model: {', '.join(sorted(unexpected))}"
     subject = f"{checkpoint} and {type(model).__name__} have different weights"
     if strict and (missing or unexpected):
-        reported = "; ".join([lacking] * bool(missing) + [surplus] * bool(unexpected))
+        reported = "; ".join([incomplete] * bool(missing) + [surplus] * bool(unexpected))
         raise RuntimeError(f"{subject}; {reported}. Load what fits with strict=False.")
     if missing:
-        warn(f"{subject}; {lacking}.")
+        warn(f"{subject}; {incomplete}.")
     if unexpected:
         _logger.warning("%s; %s.", subject, surplus)

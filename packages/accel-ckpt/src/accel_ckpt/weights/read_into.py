@@ -23,7 +23,7 @@ from accel_ops.collectives.pack_sections import as_bytes
 _PIECE_BYTES = 2**22  # that one thread reads
 
 
-def fill(model: nn.Module, files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:
+def read_into_model(model: nn.Module, files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:
     """Read weights into a model's parameters and buffers, those that files have in the same form.
 
     Nothing is read where the model, or a part of it, has a loading of its own (`load_state_dict`,

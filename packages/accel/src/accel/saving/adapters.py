@@ -43,11 +43,11 @@ def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
     peft = require("peft", "peft", "accel")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # peft chooses and renames entries and leaves values as they are: here these are the names themselves.
-    found = peft.get_peft_model_state_dict(inner, state_dict=with_wrappers(inner, state))
+    found = peft.get_peft_model_state_dict(inner, state_dict=with_wrapper_names(inner, state))
     return {_without_wrappers(name): named for name, named in found.items()}
 
 
-def under_own_names(state: Mapping[str, Any], names: Mapping[str, str], file: str) -> dict[str, Any]:
+def to_model_names(state: Mapping[str, Any], names: Mapping[str, str], file: str) -> dict[str, Any]:
     """Give the entries of an adapter's file the names that the model has for them.
 
     Args:
@@ -74,7 +74,7 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else "nothing"
 
 
-def with_wrappers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+def with_wrapper_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
     """The names of a state by those that `named_modules` leads to, where FSDP's version 1 wraps modules.
 
     peft looks for its modules' names in the state, from which FSDP takes those of its wrappers out: it finds

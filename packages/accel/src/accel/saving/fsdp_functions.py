@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import StateDictType
 
-from accel.saving.adapters import adapter_names, is_peft_model, under_own_names
+from accel.saving.adapters import adapter_names, is_peft_model, to_model_names
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
@@ -28,7 +28,7 @@ from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_sharded_optimizer, sharded_state_to_save
 from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
 from accel_ckpt.training_state.optimizer_groups import match_groups
-from accel_ckpt.training_state.undo import unchanged_by_failure
+from accel_ckpt.training_state.undo import undo_on_error
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def load_fsdp_model(
     whole = _read_whole(accelerator.run, input_dir, file)
     target = engine.states.model_to_load(model)
     if is_part:
-        whole = under_own_names(whole, adapter_names(model, target.state_dict()), file)
+        whole = to_model_names(whole, adapter_names(model, target.state_dict()), file)
     return target.load_state_dict(whole, strict=not is_part)
 
 
@@ -208,7 +208,7 @@ def load_fsdp_optimizer(
         target.load_state_dict(state)
 
     # A failure in the middle would leave the optimizer half loaded.
-    with unchanged_by_failure(inner):
+    with undo_on_error(inner):
         run_on_all_ranks(load, process, f"loading {name}")
 
 

@@ -6,15 +6,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.saving.per_rank_buffers import read_own_buffers, set_own_buffers
-from accel.saving.save import checkpoints_root, free_number, models_of_hooks, parts_of
+from accel.saving.per_rank_buffers import read_per_rank_buffers, set_per_rank_buffers
+from accel.saving.save import checkpoints_root, free_number, models_for_hooks, sharded_models_and_optimizers
 from accel.training.gradients import drop_gradients, has_gradients
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder import manifest, recovery, rotation
 from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks, run_on_main
-from accel_ckpt.folder.reader import Reading, open_checkpoint
+from accel_ckpt.folder.reader import CheckpointReader, open_checkpoint
 from accel_ckpt.training_state.load import Objects, restore
 from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
@@ -22,7 +22,7 @@ from accel_state.verify import is_verifying, output_path
 
 if TYPE_CHECKING:
     from accel.training.run import Run
-    from accel_ckpt.sharded.save_load import Parts
+    from accel_ckpt.sharded.save_load import ShardedObjects
 
 
 def load_state(
@@ -68,31 +68,39 @@ def load_state(
         return False
     read = (run.process, map_location, dict(load_kwargs or {}), verify)
     if input_dir is not None:
-        folder, reading = Path(input_dir), open_checkpoint(Path(input_dir), *read)
+        folder, reader = Path(input_dir), open_checkpoint(Path(input_dir), *read)
     else:
-        folder, reading = _open_newest(run, read)
-    of_hooks = models_of_hooks(run)
+        folder, reader = _open_newest(run, read)
+    of_hooks = models_for_hooks(run)
     shown = list(of_hooks)
     engine = run.engine
 
     def call_hooks() -> None:
-        engine.states.check_own(reading.names)  # before anything is changed
+        engine.states.check_own(reader.names)  # before anything is changed
         # Hooks may take models out of the list, which they load themselves.
         for hook in run.load_hooks.values():
-            hook(shown, str(reading.folder))
+            hook(shown, str(reader.folder))
 
     if run.load_hooks:
         # What does not depend on them is checked first, as what they load is not put back.
         rest = Objects([], [], run.schedulers, run.loaders, run.scaler, run.registered)
-        hooked = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
-        restore(reading, rest, run.process.rank, run.process, hooked=hooked, strict=strict, only_check=True)
+        skip = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
+        restore(
+            reader,
+            rest,
+            run.process.rank,
+            run.process,
+            skip=skip,
+            strict=strict,
+            only_check=True,
+        )
     # Where a hook fails on one process, the others must not wait for it in the collectives below.
     run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
     left = {id(model) for model in shown}
-    taken = {index for index, known in enumerate(of_hooks) if id(known) not in left}
+    skipped = {index for index, known in enumerate(of_hooks) if id(known) not in left}
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     # On any number of processes, and under any engine.
-    in_parts = any(file_names.role_of(name) == "sharded" for name in reading.names)
+    in_parts = any(file_names.role_of(name) == "sharded" for name in reader.names)
     # Models whose weights the engine reads from its own files are not for `restore`.
     own = {index for index, model in enumerate(run.models) if engine.states.is_own(model)}
     models = {
@@ -101,38 +109,38 @@ def load_state(
         if index not in own and not in_parts
     }
     objects = Objects(
-        [model for index, model in models.items() if index not in taken],
+        [model for index, model in models.items() if index not in skipped],
         [] if in_parts else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
         run.schedulers,
         run.loaders,
         run.scaler,
         run.registered,
-        _parts(run, taken) if in_parts else None,
+        _parts(run, skipped) if in_parts else None,
         # The optimizer of a model that a hook has taken out needs the names of its parameters.
         list(models.values()),
-        sharded=engine.gradients.in_parts,
+        is_sharded=engine.gradients.in_parts,
     )
-    buffers = read_own_buffers(run, reading)  # before anything is changed
+    buffers = read_per_rank_buffers(run, reader)  # before anything is changed
     result = restore(
-        reading,
+        reader,
         objects,
         run.process.rank,
         run.process,
-        hooked={*_left_to_hooks(run, taken), *file_names.ENGINE_ROLES},
+        skip={*_left_to_hooks(run, skipped), *file_names.ENGINE_ROLES},
         strict=strict,
         **{} if own else options,
     )
-    set_own_buffers(run, buffers)
-    engine.states.load_own(reading.folder, **options)  # DeepSpeed and Megatron read their own files
+    set_per_rank_buffers(run, buffers)
+    engine.states.load_own(reader.folder, **options)  # DeepSpeed and Megatron read their own files
     forget_round(run.scaler)  # the steps and gradients of before have nothing to do with the loaded scale
-    _continue_window(run, reading, result)
+    _continue_window(run, reader, result)
     _number_next(run, folder)
     return True
 
 
-def _continue_window(run: Run, reading: Reading, result: dict[str, Any]) -> None:
+def _continue_window(run: Run, reader: CheckpointReader, result: dict[str, Any]) -> None:
     """Put the accumulation window where it was at the save."""
-    if has_gradients(run) and not reading.facts.get("open_window"):
+    if has_gradients(run) and not reader.facts.get("open_window"):
         drop_gradients(run)  # of the window that is left
     if "window" in result:
         run.window.load_state_dict(result["window"])
@@ -149,23 +157,23 @@ def _number_next(run: Run, folder: Path) -> None:
         config.iteration = max(config.iteration, above, free_number(run, run.process))
 
 
-def _parts(run: Run, taken: Collection[int]) -> Parts:
-    from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
+def _parts(run: Run, skipped: Collection[int]) -> ShardedObjects:
+    from accel_ckpt.sharded.save_load import ShardedObjects  # takes most of a second to import
 
-    return Parts.of(**parts_of(run), taken=taken)
+    return ShardedObjects.of(**sharded_models_and_optimizers(run), skipped=skipped)
 
 
-def _left_to_hooks(run: Run, taken: Collection[int]) -> set[str]:
+def _left_to_hooks(run: Run, skipped: Collection[int]) -> set[str]:
     """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
     if not run.load_hooks:
         return set()
     # Of whole weights hooks are taken to remove models from the end of the list, as `pop()` does.
-    last = range(len(run.models) - len(taken), len(run.models))
+    last = range(len(run.models) - len(skipped), len(run.models))
     return {
         "other",
         *(name for index in last for name in file_names.model_files(index)),
         *map(file_names.extra_state_file, last),
-        *(file_names.sharded_model_folder(index) for index in taken),
+        *(file_names.sharded_model_folder(index) for index in skipped),
     }
 
 
@@ -196,20 +204,20 @@ def _project_root(run: Run) -> Path:
     return checkpoints_root(config)
 
 
-def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
+def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, CheckpointReader]:
     """Open the newest sound checkpoint; also return its folder."""
     process = run.process
     root = _project_root(run)
-    found = run_on_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
-    if not found:
+    folders = run_on_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
+    if not folders:
         raise FileNotFoundError(
             f"there is no complete checkpoint in {root}. If there need not be one, as on the first start, "
             "call load_state(missing_ok=True)."
         )
     damage: list[str] = []
-    for folder in reversed(found):  # newest first
+    for folder in reversed(folders):  # newest first
         try:
-            reading = open_checkpoint(folder, *read)
+            reader = open_checkpoint(folder, *read)
         except Exception as error:
             # All are here, with an error each; where one has found damage, all go on to the one before.
             corrupt = str(error) if isinstance(error, CorruptCheckpointError) else None
@@ -221,5 +229,5 @@ def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
             continue
         if damage:
             warn(f"Going on from {folder}. {' '.join(damage)}")
-        return folder, reading
+        return folder, reader
     raise CheckpointError(f"no checkpoint in {root} can be read. {' '.join(damage)}")

@@ -67,7 +67,7 @@ class CheckpointControl:
             output_dir = output_path(output_dir)
             process = saving_process(self.run, "save_state", main_process_only)
             if process is None:
-                return save.folder_saved(self.run, output_dir)
+                return save.saved_folder(self.run, output_dir)
             save_model_func_kwargs["process"] = process
             return save.save_state(self.run, output_dir, safe_serialization, **save_model_func_kwargs)
 

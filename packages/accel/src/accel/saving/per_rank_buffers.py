@@ -21,11 +21,11 @@ from accel_ops.modules import unsaved_buffers
 
 if TYPE_CHECKING:
     from accel.training.run import Run
-    from accel_ckpt.folder.reader import Reading
+    from accel_ckpt.folder.reader import CheckpointReader
     from accel_ckpt.folder.staging import Staging
 
 
-def save_own_buffers(run: Run, staging: Staging) -> None:
+def save_per_rank_buffers(run: Run, staging: Staging) -> None:
     """Write the buffers of this process, if they differ between processes; every process calls it."""
     process = run.process
     buffers = dict(_buffers(run))
@@ -37,21 +37,21 @@ def save_own_buffers(run: Run, staging: Staging) -> None:
         staging.write(state, file_names.buffers_file(process.rank), safe_serialization=True)
 
 
-def read_own_buffers(run: Run, reading: Reading) -> dict[str, torch.Tensor]:
+def read_per_rank_buffers(run: Run, reader: CheckpointReader) -> dict[str, torch.Tensor]:
     """Read what `save_own_buffers` wrote; every process calls it.
 
     On another number of processes all have the first one's, as far as the checkpoint has them.
     """
-    if not any(file_names.role_of(name) == "buffers" for name in reading.names):
+    if not any(file_names.role_of(name) == "buffers" for name in reader.names):
         return {}
     process = run.process
-    saved = reading.facts.get("world_size")
+    saved = reader.facts.get("world_size")
     # With another number of processes, a rank has other data than before.
     name = file_names.buffers_file(process.rank if saved == process.world_size else 0)
-    return run_on_all_ranks(lambda: reading.load(name), process, f"reading {name}") or {}
+    return run_on_all_ranks(lambda: reader.load(name), process, f"reading {name}") or {}
 
 
-def set_own_buffers(run: Run, state: Mapping[str, torch.Tensor]) -> None:
+def set_per_rank_buffers(run: Run, state: Mapping[str, torch.Tensor]) -> None:
     """Give buffers the values that were read."""
     for key, buffer in _buffers(run) if state else ():
         if key in state and state[key].shape == buffer.shape:

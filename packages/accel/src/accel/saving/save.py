@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.engines.base.states import States
 from accel.observe.sync import verify_before_save
-from accel.saving.per_rank_buffers import save_own_buffers
+from accel.saving.per_rank_buffers import save_per_rank_buffers
 from accel.training.prepare import holds_any
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
@@ -125,7 +125,7 @@ def save_state(
         def write_shared() -> None:
             # Hooks may take weights out of the list and write them themselves.
             for hook in run.save_hooks.values():
-                hook(models_of_hooks(run), weights, str(staging.path))
+                hook(models_for_hooks(run), weights, str(staging.path))
             save_accelerator_state(
                 staging.path,
                 [] if saves_parts else weights,
@@ -150,10 +150,12 @@ def save_state(
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
             left = {id(state) for state in weights}
-            taken = [index for index, state in enumerate(given) if state not in left]
-            save_sharded_state(staging.path, **parts_of(run), taken=taken, process=process)
+            skipped = [index for index, state in enumerate(given) if state not in left]
+            save_sharded_state(
+                staging.path, **sharded_models_and_optimizers(run), skipped=skipped, process=process
+            )
         if run.engine.gradients.in_parts:
-            save_own_buffers(run, staging)
+            save_per_rank_buffers(run, staging)
         run.engine.states.save_own(staging.path, **options)
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
@@ -202,7 +204,7 @@ def _parts_for_hooks(run: Run) -> list[dict[str, Any]]:
     return [get_model_state_dict(run.engine.states.state_root(model)) for model in run.models]
 
 
-def parts_of(run: Run) -> dict[str, Any]:
+def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
     """The models and optimizers whose parts are saved, and which model each optimizer belongs to.
 
     Raises:
@@ -236,14 +238,14 @@ def _check_window(run: Run) -> None:
         )
 
 
-def models_of_hooks(run: Run) -> list[torch.nn.Module]:
+def models_for_hooks(run: Run) -> list[torch.nn.Module]:
     """Return the prepared models as hooks are given them: replicas without what makes them replicas."""
     if type(run.engine.states) is not States:
         return list(run.models)
     return [run.engine.unwrap_model(model) for model in run.models]
 
 
-def folder_saved(run: Run, output_dir: str | None) -> str:
+def saved_folder(run: Run, output_dir: str | None) -> str:
     """Return the folder that the main process has saved into, without this one."""
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
