@@ -136,13 +136,13 @@ def test_whole_weights_are_refused_for_a_sharded_model(world, tmp_path):
     folder = str(tmp_path / "checkpoint_3")
     world.run(save_and_go_on, "ddp", folder)
     for message in world.run(refuses_whole_weights, folder):
-        assert "has whole weights, and the model is sharded. Load it before the model is sharded" in message
+        assert "has full weights, and the model is sharded. Load it before the model is sharded" in message
 
 
 def refuses_a_stranger(folder: str) -> str:
     training = Training("sharded", 0)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer 1 .SGD. has no parameters of a model") as caught:
+    with pytest.raises(ValueError, match=r"optimizer 1 .SGD. has no parameters of a passed model") as caught:
         accel_ckpt.save(folder, model=training.model, optimizer=[training.optimizer, other])
     return str(caught.value)
 
@@ -162,7 +162,7 @@ def test_verify_names_the_file_with_a_wrong_bit(tmp_path):
     with pytest.raises(CorruptCheckpointError, match=file.name):
         accel_ckpt.verify(folder)
     (folder / "accel_manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no accel_manifest\.json: there is nothing to check"):
+    with pytest.raises(CheckpointError, match=r"no accel_manifest\.json: its files cannot be checked"):
         accel_ckpt.verify(folder)
     with pytest.raises(FileNotFoundError):
         accel_ckpt.verify(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""The front door: a checkpoint of the objects of a training run, saved and loaded by the same names."""
+"""The main entry point: save and load the objects of a training run, by the same names."""
 
 from __future__ import annotations
 
@@ -46,38 +46,39 @@ def save(
 ) -> Path:
     """Save the objects of a training run, and the random generators. Every process calls it.
 
-    The folder appears, or is replaced, as a whole, when the files of all processes are on the disk. Models
-    that are sharded (`fully_shard`, FullyShardedDataParallel) are saved in parts, each process its own.
+    The folder appears, or is replaced, atomically, when the files of all processes are on the disk. Sharded
+    models (`fully_shard`, FullyShardedDataParallel) are saved sharded: each process writes its own shards.
 
     Args:
-        folder: The checkpoint folder. `latest`, `checkpoints` and `prune` find those that are called
-            `checkpoint_<number>`, side by side in one folder.
+        folder: The checkpoint folder. `latest`, `checkpoints` and `prune` find those named
+            `checkpoint_<number>` in one folder.
         model: A model, in DistributedDataParallel, compiled, sharded or plain, or a list of models.
         optimizer: An optimizer, or a list.
         scheduler: A learning rate scheduler, or a list.
         loader: A loader with a `state_dict`, as those of accel-data, or a list.
         scaler: The loss scaler of fp16 training, after its `update`.
-        others: Any object with a `state_dict`, or a list. Beside a sharded model their DTensors are saved in
-            parts too.
-        step: How far the training is; `load` returns it.
+        others: Any object with a `state_dict`, or a list. With a sharded model their DTensors are saved
+            sharded too.
+        step: The training step; `load` returns it.
         blocking: False to copy the state, and write and commit it in the background: `wait` waits for it, as
             the next save and load do.
-        save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
-        incremental: Whether a file that is the same in the newest complete checkpoint, in the folder or
-            beside it, is linked to it and not written again; weights that do not train have a file of their
-            own then. Parts of sharded models are always written.
+        save_on_each_node: Whether each machine with its own disk gets the shared files too.
+        incremental: Whether a file that is the same in the newest complete checkpoint, in the folder or next
+            to it, is linked to it instead of written again; frozen weights then have their own file. Files of
+            sharded models are always written.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: If a sharded model is saved, and an optimizer has parameters of none.
-        Exception: What else went wrong here, or in the background before; a CheckpointError on the other
-            processes. The folder is as it was before.
+        ValueError: If a sharded model is saved, and an optimizer has no parameters of a passed model.
+        Exception: Any other error of this process, or of the previous save in the background; a
+            CheckpointError on the other processes. The folder is unchanged.
     """
     process = current_process()
     models, optimizers = _listed(model), _listed(optimizer)
-    # One sharded model puts all models and optimizers into parts: a load finds either kind of file, not both.
+    # If one model is sharded, all models and optimizers are saved sharded: a load reads either kind, not
+    # both.
     is_sharded = any(map(_is_sharded, models))
     owners = _find_owners(models, optimizers) if is_sharded else []
     with staged(
@@ -92,18 +93,18 @@ def save(
         def write_shared() -> None:
             save_accelerator_state(
                 staging.path,
-                [] if is_sharded else [_plain(item).state_dict() for item in models],
+                [] if is_sharded else [_unwrap(item).state_dict() for item in models],
                 [] if is_sharded else optimizers,
                 _listed(scheduler),
                 _listed(loader),
                 process.rank,
-                step=0,  # micro-batches of an open window; the caller's own count is in the facts
+                step=0,  # micro-batches of an open window; the user's step is in the facts
                 scaler=scaler,
                 frozen=[frozen_names(item) for item in models] if incremental else (),
                 process=process,
             )
 
-        # Agreed on before the parts, whose collectives a process that has failed would not join.
+        # Checked before the sharded files, whose collectives a failed process would not join.
         run_on_all_ranks(write_shared, process, "writing the checkpoint")
         if is_sharded:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
@@ -134,7 +135,7 @@ def load(
 ) -> int:
     """Restore what `save` has saved, on any number of processes. Every process calls it.
 
-    Files are checked, and compared with the objects, before anything is changed.
+    Files are checked, and compared with the objects, before anything changes.
 
     Args:
         folder: The checkpoint folder.
@@ -144,8 +145,8 @@ def load(
         loader: The loaders.
         scaler: The loss scaler.
         others: The other objects.
-        strict: True for an error on any difference between the folder and the objects, False to restore what
-            fits and warn of the rest. By default strict for folders that accel has written.
+        strict: True to raise on any difference between the folder and the objects, False to restore what
+            matches and warn of the rest. By default strict for folders that accel wrote.
         verify: Whether to check the files' digests.
 
     Returns:
@@ -157,7 +158,7 @@ def load(
         CheckpointError: If the folder and the objects differ, or another process has failed.
     """
     process = current_process()
-    # A save in the background may be writing the very folder that is to be read.
+    # A save in the background may still write the folder that is read.
     thread.wait()
     reader = open_checkpoint(Path(folder), process, None, {}, verify)
     models, optimizers = _listed(model), _listed(optimizer)
@@ -168,7 +169,7 @@ def load(
         sharded = ShardedObjects.of(list(map(_root, models)), optimizers, _find_owners(models, optimizers))
     elif any(map(_is_sharded, models)):
         raise CheckpointError(
-            f"{reader.folder} has whole weights, and the model is sharded. Load it before the model is "
+            f"{reader.folder} has full weights, and the model is sharded. Load it before the model is "
             "sharded, or save it from a sharded model."
         )
     objects = Objects(
@@ -188,7 +189,7 @@ def load(
 def verify(folder: Folder) -> None:
     """Check that a checkpoint is complete, and that every file has the bytes that were written.
 
-    Nothing is loaded. One process does it alone, and so can a program beside the training.
+    Nothing is loaded. Call it on one process, or in a program outside the training.
 
     Args:
         folder: The checkpoint folder.
@@ -198,11 +199,11 @@ def verify(folder: Folder) -> None:
         CorruptCheckpointError: If files are missing or changed; it names them.
         CheckpointError: If it has no manifest, as another implementation wrote it.
     """
-    found = recovery.find(Path(folder))
-    described = manifest.read(found)
+    checkpoint = recovery.find(Path(folder))
+    described = manifest.read(checkpoint)
     if described is None:
-        raise CheckpointError(f"{found} has no {MANIFEST}: there is nothing to check its files by.")
-    digests.verify(found, described.files, described.chunk_bytes, algorithm=described.algorithm)
+        raise CheckpointError(f"{checkpoint} has no {MANIFEST}: its files cannot be checked.")
+    digests.verify(checkpoint, described.files, described.chunk_bytes, algorithm=described.algorithm)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -211,16 +212,16 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _plain(model: torch.nn.Module) -> torch.nn.Module:
-    # Names are those of the plain model, so that any wrapping loads it.
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    # Names of the unwrapped model, so that it loads under any wrapper.
     inner: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return inner
 
 
 def _root(model: torch.nn.Module) -> torch.nn.Module:
-    """A model as its parts are saved: FSDP's wrapper stays."""
+    """Return the model whose shards are saved: FSDP's wrapper stays."""
     compiled: torch.nn.Module = getattr(model, "_orig_mod", model)
-    return compiled if isinstance(compiled, FullyShardedDataParallel) else _plain(compiled)
+    return compiled if isinstance(compiled, FullyShardedDataParallel) else _unwrap(compiled)
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -230,8 +231,8 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _find_owners(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[int]:
-    """For each optimizer, which model has its parameters."""
-    # By identity: tensors compare by value, and sharded ones would be gathered for it.
+    """Return for each optimizer the index of the model that has its parameters."""
+    # By identity: comparing tensors by value would gather sharded ones.
     parameter_ids = [{id(item) for item in model.parameters()} for model in models]
     owners = []
     for index, optimizer in enumerate(optimizers):
@@ -239,8 +240,8 @@ def _find_owners(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -
         owner = next((index for index, ids in enumerate(parameter_ids) if ids & optimizer_ids), None)
         if owner is None:
             raise ValueError(
-                f"optimizer {index} ({type(optimizer).__name__}) has no parameters of a model that is given, "
-                "so that its state cannot be saved or loaded in parts. Pass its model too."
+                f"optimizer {index} ({type(optimizer).__name__}) has no parameters of a passed model, so "
+                "its sharded state cannot be saved or loaded. Pass its model too."
             )
         owners.append(owner)
     return owners

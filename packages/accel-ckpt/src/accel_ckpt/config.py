@@ -14,12 +14,12 @@ class ProjectConfiguration:
         logging_dir: Folder of the logs; by default the project's folder.
         automatic_checkpoint_naming: Whether checkpoints go to
             `<project_dir>/checkpoints/checkpoint_<iteration>`.
-        total_limit: How many of these are kept; those saved first go first. None keeps all.
-        iteration: Number of the next checkpoint, if it is above the numbers of all that are there.
-        save_on_each_node: Whether every machine writes the shared files too, for machines without a common
+        total_limit: How many of these are kept; the oldest are deleted first. None keeps all.
+        iteration: Number of the next checkpoint, if it is above the numbers of all existing ones.
+        save_on_each_node: Whether every machine writes the shared files too, for machines without a shared
             disk.
-        incremental_saves: Whether a file that did not change since the last checkpoint is linked to its file
-            there and not written again, and frozen weights have a file of their own.
+        incremental_saves: Whether a file that is unchanged since the last checkpoint is linked to it instead
+            of written again, and frozen weights have their own file.
 
     Raises:
         ValueError: If `total_limit` is below 1 or `iteration` below 0.

@@ -12,4 +12,4 @@ class CheckpointError(RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, changed, or not to be read; the message names each of them."""
+    """Files of a checkpoint are missing, changed or unreadable; the message names each of them."""

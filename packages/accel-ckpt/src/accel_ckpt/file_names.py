@@ -1,24 +1,24 @@
 """Names of the files in a checkpoint folder. No file is touched here, and torch is not needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
-    model_extra_state.bin ...                      what modules' get_extra_state returned, but for tensors
+    model_extra_state.bin ...                      what modules' get_extra_state returned, except tensors
     pytorch_model_fsdp.bin ...                     the same, gathered from what FSDP has sharded
     model.safetensors.index.json ...               the same in files model-00001-of-00002.safetensors ...
     optimizer.bin, optimizer_1.bin ...             optimizers
     scheduler.bin, scheduler_1.bin ...             learning-rate schedules
     dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
-    sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
-    pytorch_model_fsdp_0/, optimizer_0/ ...        the same of sharded models, in parts
-    pytorch_model/, latest, zero_to_fp32.py ...    the same of what DeepSpeed trains, in its own files
-    megatron_lm/                                   the same of what Megatron-LM trains, each process its part
-    local_state_<rank>.bin                         what one process alone has of models and optimizers
+    sampler.bin, sampler_1.bin ...                 samplers with their own state
+    pytorch_model_fsdp_0/, optimizer_0/ ...        the same of sharded models, sharded
+    pytorch_model/, latest, zero_to_fp32.py ...    the same under DeepSpeed, in its own files
+    megatron_lm/                                   the same under Megatron-LM, one shard per process
+    local_state_<rank>.bin                         models and optimizers of one process (LOCAL_STATE_DICT)
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
-    gradients_<rank>.safetensors                   gradients of an open accumulation window, if there is one
-    buffers_<rank>.safetensors                     buffers that each process has its own values of
+    gradients_<rank>.safetensors                   gradients of an open accumulation window
+    buffers_<rank>.safetensors                     buffers with different values on each process
     custom_checkpoint_<i>.pkl                      registered objects
-    custom_checkpoint_<i>/                         what of their states is in parts
-    accel_manifest.json                            what the folder holds, with a digest per file
+    custom_checkpoint_<i>/                         the sharded tensors of their states
+    accel_manifest.json                            the folder's files, with digests
 
 With automatic naming, folders are `<project_dir>/checkpoints/checkpoint_<iteration>`.
 """
@@ -33,13 +33,13 @@ SCALER = "scaler.pt"
 CHECKPOINTS_DIR = "checkpoints"
 
 ENGINE_ROLES = ("deepspeed", "megatron", "local")
-"""Roles of files that engines write and read by themselves."""
+"""Roles of files that engines write and read in their own format."""
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _SHARD = r"model(_\d+)?-\d{5}-of-\d{5}\.safetensors|pytorch_model(_\d+)?-\d{5}-of-\d{5}\.bin"
 _INDEX = r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)\.index\.json"
 _ROLES = {
-    # Whole weights: one file a model, or several with an index.
+    # Full weights: one file per model, or several with an index.
     "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin|"
     rf"{_SHARD}|{_INDEX}",
     "extra": r"model_extra_state(_\d+)?\.bin",
@@ -51,7 +51,7 @@ _ROLES = {
     "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
     "registered": r"custom_checkpoint_\d+/.+",
     "buffers": r"buffers_\d+\.safetensors",
-    # DeepSpeed writes these beside the folder of its tag, which is pytorch_model.
+    # DeepSpeed writes these next to the folder of its tag, which is pytorch_model.
     "deepspeed": r"latest|zero_to_(fp32|torch)\.py|pytorch_model/.+",
     "megatron": r"megatron_lm/.+",
     "local": r"local_state_\d+\.bin",
@@ -62,7 +62,7 @@ _ROLES = {
 
 
 def _numbered(stem: str, index: int, suffix: str) -> str:
-    # The first has no number: checkpoints of one model look like those of other tools.
+    # The first has no number: checkpoints of one model have the file names of other tools.
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
 
 
@@ -81,12 +81,12 @@ def model_file(index: int = 0, safe_serialization: bool = True) -> str:
 
 
 def gathered_model_file(index: int = 0) -> str:
-    """Return the name of a model's whole weights, gathered from what FSDP has sharded."""
+    """Return the name of the full weights gathered from an FSDP model."""
     return _numbered("pytorch_model_fsdp", index, ".bin")
 
 
 def model_files(index: int = 0) -> tuple[str, ...]:
-    """Return the names that a model's weights may have, the first of which is preferred."""
+    """Return the names that a model's weights may have, the preferred one first."""
     return (
         model_file(index, True),
         model_file(index, False),
@@ -97,7 +97,7 @@ def model_files(index: int = 0) -> tuple[str, ...]:
 
 
 def index_file(index: int = 0, safe_serialization: bool = True) -> str:
-    """Return the name of the file that says in which files a model's weights are.
+    """Return the name of the index of a model's weights.
 
     Args:
         index: Which model.
@@ -107,12 +107,12 @@ def index_file(index: int = 0, safe_serialization: bool = True) -> str:
 
 
 def shard_file(index: int, number: int, count: int, safe_serialization: bool = True) -> str:
-    """Return the name of one of several files of a model's weights.
+    """Return the name of one shard of a model's weights.
 
     Args:
         index: Which model.
-        number: Which file, from 1.
-        count: How many there are.
+        number: Which shard, from 1.
+        count: The number of shards.
         safe_serialization: Whether they are safetensors.
     """
     stem, _, suffix = model_file(index, safe_serialization).rpartition(".")
@@ -120,17 +120,17 @@ def shard_file(index: int, number: int, count: int, safe_serialization: bool = T
 
 
 def is_index(name: str) -> bool:
-    """Return whether a file only says in which files the weights are."""
+    """Return whether a file is an index of weights."""
     return re.fullmatch(_INDEX, name) is not None
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a file is called as those that an index names."""
+    """Return whether a file has the name of a shard."""
     return re.fullmatch(_SHARD, name) is not None
 
 
 def extra_state_file(index: int = 0) -> str:
-    """Return the name of what a model's modules have beside tensors, where its weights are safetensors."""
+    """Return the name of the extra state of a model's modules, next to safetensors."""
     return _numbered("model_extra_state", index, ".bin")
 
 
@@ -155,17 +155,17 @@ def sampler_file(index: int = 0) -> str:
 
 
 def sharded_model_folder(index: int = 0) -> str:
-    """Return the folder of a model's weights that each process writes its part of."""
+    """Return the folder of a model's sharded weights."""
     return f"pytorch_model_fsdp_{index}"
 
 
 def sharded_optimizer_folder(index: int = 0) -> str:
-    """Return the folder of an optimizer's state that each process writes its part of."""
+    """Return the folder of an optimizer's sharded state."""
     return f"optimizer_{index}"
 
 
 def local_state_file(rank: int) -> str:
-    """Return the name of what a rank alone has of models and optimizers."""
+    """Return the name of the local state of a rank (LOCAL_STATE_DICT)."""
     return f"local_state_{rank}.bin"
 
 
@@ -180,7 +180,7 @@ def gradients_file(rank: int) -> str:
 
 
 def buffers_file(rank: int) -> str:
-    """Return the name of the buffers that a rank has its own values of."""
+    """Return the name of the buffers of a rank."""
     return f"buffers_{rank}.safetensors"
 
 
@@ -190,12 +190,12 @@ def custom_file(index: int) -> str:
 
 
 def custom_folder(index: int) -> str:
-    """Return the folder of the tensors of a registered object that each process writes its part of."""
+    """Return the folder of the sharded tensors of a registered object."""
     return f"custom_checkpoint_{index}"
 
 
 def role_of(name: str) -> str:
-    """Return what a file of a checkpoint folder is.
+    """Return the role of a file of a checkpoint folder.
 
     Args:
         name: The file's path inside the folder.
@@ -203,14 +203,14 @@ def role_of(name: str) -> str:
     Returns:
         "model", "extra", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients",
         "sharded", "registered", "buffers", "deepspeed", "megatron", "local" or "custom";
-        "other" for a file that something else has put there.
+        "other" for any other file.
     """
     # Patterns do not overlap, so the order of the table does not matter.
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")
 
 
 def rank_of(name: str) -> int:
-    """Return the rank in the name of a file that one rank has written."""
+    """Return the rank in the name of a file that one rank wrote."""
     return int(re.findall(r"\d+", name)[-1])
 
 
@@ -226,5 +226,5 @@ def checkpoint_dir(project_dir: str | Path, iteration: int) -> Path:
 
 def iteration_of(name: str) -> int | None:
     """Return the number in an automatic folder name, or None if it is not one."""
-    found = _CHECKPOINT.fullmatch(name)
-    return int(found.group(1)) if found else None
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match.group(1)) if match else None

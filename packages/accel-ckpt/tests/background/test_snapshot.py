@@ -19,7 +19,7 @@ from accel_ckpt.background.snapshot import freeze
 from accel_state.process.state import current_process
 from accel_world.devices import needs_cuda
 
-pytestmark = pytest.mark.critical  # it stands on what is private in torch
+pytestmark = pytest.mark.core  # it stands on what is private in torch
 
 
 def saved(obj: Any) -> bytes:

@@ -85,7 +85,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "accel_manifest.json"}
 
 
-@pytest.mark.critical
+@pytest.mark.core
 def test_the_files_are_those_of_a_blocking_save_bit_for_bit(tmp_path: Path) -> None:
     save(tmp_path / "a", blocking=True)
     for name in ("b", "c"):  # the second time in memory that has been used
@@ -110,14 +110,14 @@ def test_what_was_written_may_change_at_once(tmp_path: Path, monkeypatch: pytest
 
 def test_the_memory_is_used_again(tmp_path: Path) -> None:
     save(tmp_path / "a", blocking=False)
-    held = staging._memory
+    held = staging._buffer
     assert held is not None
     size = held.size
     save(tmp_path / "b", blocking=False)
-    assert staging._memory is held
+    assert staging._buffer is held
     assert held.size == size
     staging.release_buffer()
-    assert staging._memory is None
+    assert staging._buffer is None
 
 
 class Gate:
@@ -164,7 +164,7 @@ def test_an_error_surfaces_at_the_next_call_once_and_nothing_is_left(tmp_path: P
 
 def test_an_error_while_copying_is_raised_at_once(tmp_path: Path) -> None:
     large = {"w": torch.ones(2**21)}  # threads copy it
-    with pytest.raises(ValueError, match="safetensors holds tensors alone"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="safetensors stores only tensors"):  # noqa: SIM117
         with staged(tmp_path / "a", blocking=False) as opened:
             opened.write_all({"custom_checkpoint_0.pkl": large, "model.safetensors": {"x": 3}})
     assert not thread.in_flight()
@@ -178,9 +178,9 @@ import torch
 from accel_ckpt.folder.staging import staged
 with staged(sys.argv[1], blocking=False) as opened:
     opened.write({"x": torch.ones(100)}, "custom_checkpoint_0.pkl")
-    opened._later.append(lambda: time.sleep(0.5))
+    opened._deferred_writes.append(lambda: time.sleep(0.5))
     if sys.argv[2] == "fails":
-        opened._later.append(lambda: 1 / 0)
+        opened._deferred_writes.append(lambda: 1 / 0)
 if sys.argv[2] == "raises":
     raise SystemExit(3)
 """

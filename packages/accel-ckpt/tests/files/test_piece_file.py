@@ -73,8 +73,8 @@ def test_a_large_file_is_written_past_the_cache(make: Callable[..., PieceFile], 
         file = make(cached)
         file.write(os.urandom(size + 1))
         file.finish()
-        with MappedFile(tmp_path / "x").part(0, size) as part:
-            assert (part is not None) == cached
+        with MappedFile(tmp_path / "x").view(0, size) as view:
+            assert (view is not None) == cached
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="disks are looked for in /sys")

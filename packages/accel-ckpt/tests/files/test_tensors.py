@@ -189,7 +189,7 @@ def test_one_log_record_names_what_safetensors_leave_out(
         act()
         (record,) = caplog.records
         assert record.name == "accel_ckpt.files.tensors"
-        assert "Left out: b (the same as a), c (the same as a)." in record.getMessage()
+        assert "Omitted: b (the same as a), c (the same as a)." in record.getMessage()
     caplog.clear()
     tensors.save({"a": shared, "d": torch.ones(1)}, tmp_path / "y", safe_serialization=True)
     tensors.save(state, tmp_path / "z")

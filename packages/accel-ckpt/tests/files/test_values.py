@@ -29,7 +29,7 @@ from accel_ckpt.folder.staging import staged
 from accel_ckpt.training_state.load import load_custom_state
 from accel_ckpt.training_state.save import save_custom_state
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 
 class Color(enum.Enum):
@@ -104,7 +104,7 @@ VALUES: list[Any] = [
         Counter([Color.RED]),
     ),
     *(OrderedDict(a=Path("x")), {Color.RED: 1, (1, Mode.MIN): 2, Path("x"): 3, frozenset([1]): 4}),
-    *((values._MARK, "date", "2024-01-01"), {values._MARK: 1}, [], (), {}),
+    *((values._TAG, "date", "2024-01-01"), {values._MARK: 1}, [], (), {}),
     *(np.float32(1.5), np.int64(3), np.bool_(True), np.datetime64("2024-01-01"), torch.Size([2, 3])),
     *(torch.float16, torch.device("cpu"), torch.strided),
 ]
@@ -263,6 +263,6 @@ def test_a_class_that_is_gone_is_named_and_nothing_is_imported(tmp_path: Path) -
     ],
 )
 def test_a_file_makes_no_other_objects(content: tuple[Any, Any], tmp_path: Path) -> None:
-    tensors.write([(values._MARK, *content)], tmp_path / "custom_checkpoint_0.pkl")
+    tensors.write([(values._TAG, *content)], tmp_path / "custom_checkpoint_0.pkl")
     with pytest.raises(CheckpointError):
         load_custom_state(Holder(None), tmp_path)

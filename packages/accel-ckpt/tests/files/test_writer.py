@@ -28,7 +28,7 @@ def test_the_digests_are_those_of_the_finished_file(
             for piece in pieces:
                 file.write(piece)
         (folder / "extra").write_bytes(b"".join(pieces))
-        files.follow(folder / "extra")
+        files.add_existing(folder / "extra")
         entries = files.entries(folder)
     whole = b"".join(pieces)
     assert (folder / "model.safetensors").read_bytes() == whole

@@ -162,7 +162,7 @@ def test_a_file_is_linked_where_its_bytes_are_the_same_and_nowhere_else(
         entry = FileEntry("x", len(whole), "other", chunks)
         damaged = now == whole != there
         with (
-            pytest.warns(UserWarning, match="earlier is damaged: x there is no longer")
+            pytest.warns(UserWarning, match="earlier is damaged: its x is no longer")
             if damaged
             else nullcontext(),
             closing(Writer()) as writer,
@@ -232,7 +232,7 @@ def test_a_file_that_changes_after_it_was_read_is_not_linked(tmp_path: Path) -> 
                 other.write(b"changed")
             file.write(content[1])
 
-        with pytest.warns(UserWarning, match="x there is no longer what was saved"):
+        with pytest.warns(UserWarning, match="its x is no longer what was saved"):
             assert PreviousCheckpoint(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
     assert os.listdir(goal) == []
 
@@ -249,7 +249,7 @@ def test_a_file_that_was_changed_since_is_written_anew(tmp_path: Path, how: str)
         file.write(damaged)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # by its time nobody sees it
     with pytest.warns(
-        UserWarning, match=rf"checkpoint_0 is damaged: {FROZEN} there is no longer what was saved"
+        UserWarning, match=rf"checkpoint_0 is damaged: its {FROZEN} is no longer what was saved"
     ):
         save(tmp_path / "checkpoint_1", 2.0)
 

@@ -56,9 +56,9 @@ def test_it_says_what_is_there(folder: Path) -> None:
 
 
 @given(_VALUES)
-def test_values_are_spelled_as_json_does(value: Any) -> None:
+def test_values_are_written_as_json_does(value: Any) -> None:
     # Manifests are compared with this spelling byte by byte, also those of earlier versions.
-    assert manifest._spelled(value, "\n") == json.dumps(value, indent=1)
+    assert manifest._to_json(value, "\n") == json.dumps(value, indent=1)
 
 
 def test_it_is_plain_json(folder: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_manifest_that_is_a_link_is_refused(folder: Path) -> None:
 def test_links_and_pipes_are_not_put_into_a_checkpoint(folder: Path) -> None:
     (folder / "latest").symlink_to("sub")
     with pytest.raises(
-        CheckpointError, match=r"latest is a symbolic link; a checkpoint holds files and folders alone"
+        CheckpointError, match=r"latest is a symbolic link; a checkpoint contains only files and folders"
     ):
         manifest.files_in(folder)
 

@@ -21,7 +21,7 @@ from accel_ckpt.sharded import dcp_index
 from accel_ckpt.sharded.dcp_index import WrittenShard, write_index
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 
 def written(folder: Path, state: dict[str, Any], *parts: list[WrittenShard]) -> Metadata:

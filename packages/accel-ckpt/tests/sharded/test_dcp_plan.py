@@ -32,7 +32,7 @@ from accel_ckpt.sharded.layouts import common_replicas, layout_of, meshes_of
 from accel_state.process.state import current_process
 from accel_world.fake import fake_world
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 # On a mesh of two dimensions, or on each of its rows or columns.
 LAYOUTS: list[tuple[str, tuple[Placement, ...]]] = [

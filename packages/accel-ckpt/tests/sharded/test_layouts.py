@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from accel_ckpt.sharded.layouts import Layout, Replica, common_replicas, layout_of, meshes_of
 from accel_world.fake import fake_world
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 
 class Planned(torch.Tensor):

@@ -16,7 +16,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.sharded import optimizer as optimizer_state
 from accel_state.process.state import PartialState, current_process
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -37,7 +37,7 @@ from accel_ckpt.sharded.save_load import (
 from accel_state.process.state import current_process
 from accel_world.sharding import fully_shard
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

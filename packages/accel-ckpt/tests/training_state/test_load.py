@@ -23,7 +23,7 @@ from accel_ckpt.training_state.save import save_accelerator_state, save_custom_s
 from accel_ckpt.weights.files import save_weights
 from accel_state.process.state import current_process
 
-pytestmark = pytest.mark.critical
+pytestmark = pytest.mark.core
 
 
 class Counter:
@@ -173,11 +173,11 @@ def sealed_with(folder: Path, name: str, value: Any, **facts: Any) -> None:
     ("name", "message"),
     [
         ("gradients_0.safetensors", "no accumulation window was open"),
-        ("gradients_1.safetensors", "it is of none of 1 processes"),
-        ("random_states_3.pkl", "it is of none of 1 processes"),
-        ("sampler.bin", "dl_state_dict.bin is, in its place"),
+        ("gradients_1.safetensors", "it belongs to none of the 1 processes"),
+        ("random_states_3.pkl", "it belongs to none of the 1 processes"),
+        ("sampler.bin", "dl_state_dict.bin is loaded instead"),
         ("sampler_1.bin", "there is no sampler for it here"),
-        ("pytorch_model.bin", "model.safetensors is, in its place"),
+        ("pytorch_model.bin", "model.safetensors is loaded instead"),
     ],
 )
 def test_a_surplus_part_is_an_error_or_told(tmp_path: Path, name: str, message: str) -> None:
@@ -210,7 +210,7 @@ def test_gradients_that_are_missing_of_another_world_or_of_other_weights(tmp_pat
     for folder, facts in ((without(tmp_path / "c", name), {}), (tmp_path / "c", {"world_size": 2})):
         sealed_with(folder, "random_states_1.pkl" if facts else "random_states_0.pkl", {}, **facts)
         message = (
-            "window on 2 processes, and the gradients of 2 do not fit 1: load it on 2"
+            "window on 2 processes, and their gradients cannot be used on 1: load it on 2"
             if facts
             else r"in the middle of an accumulation window, and has no gradients_0\.safetensors: load one"
         )
@@ -344,9 +344,7 @@ def test_the_schedule_of_an_optimizer_of_other_groups_is_left_with_it(tmp_path: 
 
     other, same = make(8.0, model.weight), make(0.0, model.weight)
     optimizers, schedulers = zip(other, same, strict=True)
-    message = (
-        r"parameter groups of \[1, 1\].*; scheduler\.bin is not loaded: it sets the rates of an optimizer"
-    )
+    message = r"parameter groups of \[1, 1\].*; scheduler\.bin is not loaded: its optimizer is not loaded"
     with pytest.warns(UserWarning, match=message) as told:
         load_accelerator_state(tmp_path, [model], optimizers, schedulers, [], 0, strict=False)
     assert "scheduler_1.bin" not in str(told[0].message)
@@ -401,7 +399,7 @@ def test_files_that_were_there_before_the_checkpoint_are_no_difference(tmp_path:
 
 def test_a_file_of_a_hook_is_told_where_no_hook_could_read_it(tmp_path: Path) -> None:
     Run(3.0).save(tmp_path / "c", hook=True)
-    with pytest.warns(UserWarning, match=r"extra\.json was written by a hook; no hook is registered"):
+    with pytest.warns(UserWarning, match=r"extra\.json was written by a hook; no registered hook reads it"):
         Run().load(tmp_path / "c")
 
 
@@ -509,7 +507,9 @@ def test_without_all_random_states_another_world_size_is_an_error(world: Any, tm
     folder = without(tmp_path / "c", "random_states_1.pkl")
 
     assert _load_only(str(folder), None).startswith("error: ")
-    assert "no random_states_1.pkl, which the generators here derive from" in _load_only(str(folder), False)
+    assert "no random_states_1.pkl, from which the generators here are derived" in _load_only(
+        str(folder), False
+    )
 
 
 def test_links_and_pipes_are_refused_also_without_digests(tmp_path: Path) -> None:
@@ -537,6 +537,6 @@ def test_a_schedule_stays_as_it_is_where_its_optimizer_has_no_file(tmp_path: Pat
     saved.step()
     save_accelerator_state(tmp_path / "c", [model.state_dict()], optimizers[:1], [saved], [], 0, 0)
     folder = without(tmp_path / "c", "optimizer.bin")
-    with pytest.warns(UserWarning, match=r"scheduler\.bin is not loaded: it sets the rates"):
+    with pytest.warns(UserWarning, match=r"scheduler\.bin is not loaded: its optimizer is not loaded"):
         load_accelerator_state(folder, [model], optimizers[1:], [loaded], [], 0, strict=False)
     assert loaded.last_epoch == 0

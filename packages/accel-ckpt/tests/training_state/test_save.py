@@ -412,7 +412,7 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
     with pytest.raises(
-        FileNotFoundError, match=r"is no checkpoint: it has neither accel_manifest\.json nor any file"
+        FileNotFoundError, match=r"is not a checkpoint: it has neither accel_manifest\.json nor a"
     ):
         load_model(tmp_path / "empty", nn.Linear(1, 1))
 

@@ -111,7 +111,7 @@ def test_an_earlier_save_goes_and_other_files_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     save_weights(model.state_dict(), tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
-    with pytest.warns(UserWarning, match=r"has model\.safetensors of an earlier save"):
+    with pytest.warns(UserWarning, match=r"has model\.safetensors of a previous save"):
         save_weights(model.state_dict(), tmp_path, safe_serialization=False)
 
 
@@ -220,7 +220,7 @@ def test_device_maps(tmp_path: Path) -> None:
     state = load_state_dict(tmp_path / "model.safetensors", {"": "cpu", "c": "meta"})
     assert state["c.bias"].is_meta
     assert not state["a.bias"].is_meta
-    with pytest.raises(ValueError, match=r"says nothing about b\.bias\. It has: 'a'"):
+    with pytest.raises(ValueError, match=r"has no entry for b\.bias\. It has: 'a'"):
         load_checkpoint_in_model(model, tmp_path, {"a": "cpu"})
     with pytest.raises(ValueError, match="offload_folder="):
         load_checkpoint_in_model(model, tmp_path, {"": "disk"})
@@ -333,7 +333,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"index\.json names x\.safetensors"):
         find_weight_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-    with pytest.raises(CorruptCheckpointError, match="is no index of weights"):
+    with pytest.raises(CorruptCheckpointError, match="is not an index of weights"):
         find_weight_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").rename(tmp_path / "a.index.json")
     (tmp_path / "b.index.json").touch()

@@ -140,7 +140,7 @@ def test_an_index_may_have_any_name(tmp_path: Path, name: str, bare: bool) -> No
 
     for empty in ("{}", '{"weight_map": {}}', '{"metadata": {}}', "{"):
         (tmp_path / name).write_text(empty)
-        with pytest.raises(CorruptCheckpointError, match=f"{name} is no index of weights"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name} is not an index of weights"):
             load_checkpoint_in_model(other, tmp_path / name)
 
 
@@ -449,7 +449,9 @@ def test_another_dtype_is_written_where_there_is_a_folder_and_converted_where_no
 def test_torch_files_are_written_to_the_folder_and_need_one(tmp_path: Path) -> None:
     file, folder = saved(tmp_path, "bin"), tmp_path / "offloaded"
     model = tied("meta")
-    with pytest.raises(ValueError, match=r"model\.bin is no safetensors file, .*a\.weight .*offload_folder="):
+    with pytest.raises(
+        ValueError, match=r"model\.bin is not a safetensors file, .*a\.weight .*offload_folder="
+    ):
         load_in_place(model, file, {"": "disk"})
     assert all(value.is_meta for value in model.state_dict().values())
 
@@ -475,7 +477,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_model_empty_and_the_folder_a
     message = {
         "a full disk": r"the weight a\.weight \(64 bytes\) cannot be offloaded",
         "a folder that cannot be made": "the folder for offloaded weights cannot be made.*offloaded",
-        "a damaged index": r"index\.json is no index of offloaded weights",
+        "a damaged index": r"index\.json is not an index of offloaded weights",
     }[wrong]
     resource.setrlimit(resource.RLIMIT_FSIZE, (40 if wrong == "a full disk" else soft, hard))
     try:

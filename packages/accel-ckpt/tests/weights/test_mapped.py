@@ -120,7 +120,9 @@ def test_a_weight_that_the_file_lacks_is_named(file: Path) -> None:
 @pytest.mark.parametrize("length", [0, 7, 30])
 def test_a_damaged_header_is_named_with_the_weight(file: Path, length: int) -> None:
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(CorruptCheckpointError, match=rf"weight a: .*{re.escape(str(file))}.*Copy it anew"):
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"weight a: .*{re.escape(str(file))}.*Download or copy"
+    ):
         SafetensorsFiles().load("a", entry(file))
 
 
@@ -154,7 +156,7 @@ def test_a_file_that_another_replaces_is_read_as_before(
     file: Path, change: str, twin: Callable[[SafetensorsFiles], SafetensorsFiles]
 ) -> None:
     files = SafetensorsFiles()
-    files.note([str(file)])
+    files.open_all([str(file)])
     if change == "deleted":
         file.unlink()
     else:
@@ -174,7 +176,7 @@ def test_a_file_that_another_replaces_is_read_as_before(
 def test_files_are_closed_with_the_last_copy(file: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     files = SafetensorsFiles()
-    files.note([str(file)])
+    files.open_all([str(file)])
     other = copy.deepcopy(files)
     assert len(os.listdir("/proc/self/fd")) == before + 1
     del files
@@ -189,7 +191,7 @@ def test_without_numbers_for_open_files_the_name_is_read(file: Path) -> None:
     files = SafetensorsFiles()
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        files.note([str(file)])
+        files.open_all([str(file)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -210,7 +212,7 @@ def test_a_file_that_changes_is_named_and_not_mixed_with_what_was_read(
     if known == "read":
         files.load("a", entry(file))
     else:
-        files.note([str(file), str(file.with_name("gone.safetensors"))])
+        files.open_all([str(file), str(file.with_name("gone.safetensors"))])
 
     newer = file.with_name("newer")
     safetensors.torch.save_file({"extra": torch.ones(7), "a": WEIGHTS["a"] + 1}, newer)

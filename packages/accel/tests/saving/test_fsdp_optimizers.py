@@ -294,7 +294,7 @@ def load_other_groups(folder: str, layout: str, kind: str) -> None:
         accelerator.load_state(folder, strict=False)
     assert equal([account(optimizer), schedule.state_dict()], [*before])
     if accelerator.is_main_process:
-        left = "scheduler.bin is not loaded: it sets the rates of an optimizer that is not"
+        left = "scheduler.bin is not loaded: its optimizer is not loaded"
         assert [str(item.message) for item in told if left in str(item.message)]
 
 

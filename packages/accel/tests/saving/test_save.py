@@ -200,7 +200,7 @@ def test_weights_in_several_files_that_hooks_write_are_left_to_them(tmp_path):
     saved = [value.clone() for value in model.parameters()]
     with torch.no_grad():
         next(model.parameters()).zero_()
-    with pytest.warns(UserWarning, match="model.safetensors.index.json is not loaded: a hook has taken"):
+    with pytest.warns(UserWarning, match="model.safetensors.index.json is not loaded: a hook has removed"):
         accelerator.load_state(str(folder))
     assert all(map(torch.equal, saved, model.parameters()))
 

@@ -1,4 +1,4 @@
-"""Copies of state in memory, out of which a checkpoint is written while training goes on."""
+"""Copies of the state in memory, from which a checkpoint is written while training continues."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 # 64 MiB: few mappings for large states, and little unused for small ones.
 _SLAB_BYTES = 2**26
-# A cache line; torch aligns its own memory so too.
+# A cache line; torch aligns its memory in the same way.
 _ALIGN_BYTES = 64
-_PIECE_BYTES = 2**22  # that one thread copies at a time: a part of a tensor, or many small ones
+_PIECE_BYTES = 2**22  # copied by one thread at a time: a slice of a tensor, or many small tensors
 
 
 class SnapshotBuffer:
-    """Memory for copies. It is kept from one save to the next, as new memory costs more than the copying.
+    """Memory for copies, reused from save to save, as allocating it takes longer than copying.
 
-    For devices other than the CPU it is pinned, so that the device copies into it by itself.
+    For devices other than the CPU it is pinned, so that the device copies asynchronously.
 
     Args:
         process: This process.
@@ -37,12 +37,12 @@ class SnapshotBuffer:
 
     def __init__(self, process: ProcessInfo) -> None:
         self.device = process.device
-        # On devices that copy by themselves; kept, as their memory must not be given to others before that.
+        # Tensors whose asynchronous copy may not be finished: their memory must not be reused before.
         self._sources: list[torch.Tensor] = []
         self._pinned = process.device.type != "cpu"
-        # Filled front to back, and never freed singly: `begin` goes back to the first for the next save.
+        # Used front to back, and never freed one by one: `reset` returns to the first for the next save.
         self._slabs: list[memoryview] = []
-        # Targets and sources on the CPU that are too small for a thread by themselves.
+        # Targets and sources on the CPU, batched until there is enough for one thread.
         self._pieces: list[tuple[Any, Any]] = []
         self._piece_bytes = 0
         self._threads: Threads | None = None
@@ -51,11 +51,11 @@ class SnapshotBuffer:
 
     @property
     def size(self) -> int:
-        """How many bytes are held."""
+        """The allocated bytes."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def reset(self) -> None:
-        """Use the memory anew; earlier copies are lost."""
+        """Reuse the memory; previous copies are lost."""
         self.wait_for_cpu()  # of a save that was interrupted
         self._slab = self._used = 0
         self._sources = []
@@ -63,18 +63,19 @@ class SnapshotBuffer:
     def copy(self, data: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor.
 
-        One on the CPU must not change before `wait_for_cpu`, and no copy be read before `finish`.
+        A tensor on the CPU must not change before `wait_for_cpu`, and no copy may be read before
+        `synchronize`.
 
         Args:
             data: A dense tensor.
 
         Returns:
-            Its copy, of the same type and shape, contiguous, on the CPU, with a storage of its own.
+            Its copy, of the same type and shape, contiguous, on the CPU, with its own storage.
         """
         block = self._allocate(data.numel() * data.element_size())
         copy = block.view(data.dtype).view(data.shape)
         if data.device.type != "cpu":
-            # On the device's current stream: what was queued before is in the copy, what comes later is not.
+            # On the device's current stream: the copy includes everything queued before, and nothing after.
             copy.copy_(data.detach(), non_blocking=True)
             self._sources.append(data)
         else:
@@ -82,7 +83,7 @@ class SnapshotBuffer:
         return copy
 
     def copy_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Copy the bytes of a storage, as `copy`."""
+        """Copy the bytes of a storage, as `copy` does."""
         return self.copy(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
     def wait_for_cpu(self) -> None:
@@ -96,7 +97,7 @@ class SnapshotBuffer:
             piece.result()
 
     def synchronize(self) -> None:
-        """Wait until all copies are there, from whichever devices they come."""
+        """Wait until all copies are complete, from all devices."""
         self.wait_for_cpu()
         for device in {data.device for data in self._sources}:
             device_spec(device).synchronize(device)
@@ -108,7 +109,7 @@ class SnapshotBuffer:
             self._pieces.append((copy[piece], data[piece]))
             self._piece_bytes += self._pieces[-1][0].size
             if self._piece_bytes >= _PIECE_BYTES:
-                # At once, so that threads copy while the next tensors are looked for.
+                # At once, so that threads copy while the next tensors are collected.
                 if self._threads is None:
                     self._threads = Threads(THREADS, "accel-copy")
                 self._pending.append(self._threads.submit(_copy_all, self._pop_pieces()))
@@ -123,7 +124,7 @@ class SnapshotBuffer:
         while self._slab < len(self._slabs):
             slab = self._slabs[self._slab]
             if self._used + size <= slab.nbytes:
-                # Not a view: torch.save writes the whole storage of a tensor.
+                # Not a view: torch.save writes the full storage of a tensor.
                 block = torch.frombuffer(slab, dtype=torch.uint8, offset=self._used, count=size)
                 self._used += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
                 return block
@@ -136,12 +137,12 @@ class SnapshotBuffer:
             try:
                 pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
                 return memoryview(pinned)
-            except (RuntimeError, NotImplementedError):  # devices that share the CPU's memory pin none
+            except (RuntimeError, NotImplementedError):  # devices that share the CPU's memory cannot pin it
                 self._pinned = False
-        # Anonymous memory straight from the system: untouched pages cost nothing until they are written.
+        # Anonymous memory of the system: pages cost nothing until they are written.
         pages: Any = mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)  # small pages take longer to get than to fill
+            pages.madvise(mmap.MADV_HUGEPAGE)  # small pages take longer to allocate than to write
         return memoryview(pages)
 
 

@@ -1,4 +1,4 @@
-"""Copies of objects in memory, from which later the same bytes are written as now."""
+"""Snapshots of objects in memory, which can be written later."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _STORAGES = (_TYPED, torch.UntypedStorage)
 
 
 class _Records:
-    """Takes what torch.save writes into its archive, in place of the archive's writer.
+    """Receives the records that torch.save writes, instead of the archive's writer.
 
-    torch.save is given copies of the storages: of one on a device it would make a copy by itself, in new
-    memory, and wait for each.
+    torch.save gets copies of the storages: it would copy each storage of a device into new memory by itself,
+    and wait for it.
     """
 
     def __init__(self, buffer: SnapshotBuffer) -> None:
         self._buffer = buffer
         self.records: list[tuple[str, Any, int]] = []
-        # Copies by the storage's address as a C++ object. The storage is kept too: the address of one that is
-        # freed may be another's.
+        # Copies by the address of the storage's C++ object. The storage is kept too, as the address of a
+        # freed one may be reused.
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._dtypes: dict[int, torch.dtype] = {}  # by the address of the bytes
-        self.pickler: Any = None  # the class that torch makes for this file
+        self.pickler: Any = None  # the class that torch creates for this file
 
     def collect(self, obj: Any) -> None:
         """Pickle an object, and copy its storages."""
-        # torch.save is this and the archive's writer, so that what is written later is what it would write
+        # torch.save is this and the archive's writer, so the same bytes are written later as
         # now. 2 is torch's DEFAULT_PROTOCOL, and False writes the byte order, as torch.save does by default.
         token = _collecting.set(self)
         try:
@@ -45,22 +45,22 @@ class _Records:
             _collecting.reset(token)
             self._copies.clear()
             if self.pickler is not None:
-                # Classes are left to the garbage collector. With torch 2.6 and 2.9, and after an error, the
-                # method would keep the copies until then.
+                # The garbage collector frees classes. With torch 2.6 and 2.9, and after an error, the method
+                # would keep the copies until then.
                 self.pickler.of_storage = self.pickler.persistent_id = None
 
-    # The signature of PyTorchFileWriter.write_record, the one method of it that torch.serialization._save
-    # calls here; `write_record_metadata` is only called under torch.serialization.skip_data.
+    # The signature of PyTorchFileWriter.write_record, its only method that torch.serialization._save calls
+    # here; `write_record_metadata` is only called under torch.serialization.skip_data.
     def write_record(self, name: str, data: Any, size: int) -> None:
         # A copy of a storage, bytes or text: the pickle, the format version, the byte order.
         self.records.append((name, data, size))
 
     def copied(self, storage: Any) -> Any:
-        """Return the copy of a storage, of the same kind, which torch pickles as it would the storage."""
+        """Return the copy of a storage, of the same kind, which torch pickles like the storage."""
         typed = isinstance(storage, _TYPED)
         source = storage._untyped_storage if typed else storage
         dtype = storage.dtype if typed else torch.uint8
-        # torch looks at the bytes' addresses for this, and each copy has bytes of its own.
+        # torch checks this by addresses, which differ for each copy.
         if source.data_ptr() and self._dtypes.setdefault(source.data_ptr(), dtype) != dtype:
             raise RuntimeError(
                 "Cannot save tensors or storages that view the same data as different types: "
@@ -71,7 +71,7 @@ class _Records:
         copy: Any = self._copies[source._cdata][1]
         if typed:
             copy = _TYPED(wrap_storage=copy, dtype=storage.dtype, _internal=True)
-        # torch's own means of having a storage on the CPU say that it is elsewhere.
+        # torch's attribute for a storage on the CPU that is saved as one of another device.
         copy._fake_device = torch.serialization.location_tag(source)
         return copy
 
@@ -80,13 +80,13 @@ _collecting: ContextVar[_Records] = ContextVar("_collecting")
 
 
 class _Pickler(pickle.Pickler):
-    """The base of torch's pickler, a class that torch makes for each file."""
+    """The base of torch's pickler, a class that torch creates for each file."""
 
     of_storage: Any
 
     def __init_subclass__(cls) -> None:
         _collecting.get().pickler = cls
-        # torch's method describes a storage, and keeps it to be written.
+        # torch's method describes a storage, and keeps it for writing.
         cls.of_storage = cls.persistent_id
         cls.persistent_id = _Pickler.of_any  # type: ignore[method-assign, assignment]
 
@@ -98,26 +98,26 @@ _PICKLE = SimpleNamespace(Pickler=_Pickler)
 
 
 def freeze(obj: Any, safe_serialization: bool, buffer: SnapshotBuffer) -> Callable[[IO[bytes]], None]:
-    """Begin to copy an object, so that it can be written when it has changed.
+    """Start to copy an object, so that it can be written after it has changed.
 
     Args:
-        obj: What to write; for safetensors a dict of tensors.
+        obj: The object to write; a dict of tensors for safetensors.
         safe_serialization: Whether to write safetensors.
-        buffer: Where the copy of its tensors goes. The object must not change before `buffer.wait_for_cpu`,
-            and `buffer.finish` must be called before the copy is used.
+        buffer: The memory for the copies of its tensors. The object must not change before
+            `buffer.wait_for_cpu`, and `buffer.synchronize` must be called before the copy is used.
 
     Returns:
-        What writes the copy into an open file, as often as it is called.
+        A function that writes the copy into an open file, any number of times.
 
     Raises:
-        ValueError: If safetensors cannot hold the object; it names the entry.
+        ValueError: If safetensors cannot store the object; it names the entry.
     """
     if safe_serialization:
         tensors, tied = split_tied(obj)
-        # The header depends on names, dtypes and shapes alone, so it can be made when the file is written.
+        # The header depends only on names, dtypes and shapes, so it can be built when the file is written.
         copies = {name: buffer.copy(tensor) for name, tensor in tensors.items()}
         return partial(write_safe, copies, tied)
-    # The pickle is made now, so that plain values are those of this moment; only writing it is put off.
+    # Pickled now, so that plain values are the current ones; only writing is deferred.
     frozen = _Records(buffer)
     frozen.collect(obj)
 

@@ -1,4 +1,4 @@
-"""The one save that may go on in the background, and the process group that it has for itself."""
+"""The save in the background, of which there is one at a time, and its process group."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _current: _Save | None = None
 
 
 def start(work: Callable[[], None]) -> None:
-    """Do the rest of a save in the background. `wait` has been called before.
+    """Finish a save in the background. `wait` must have been called before.
 
     Args:
-        work: What is to be done.
+        work: Finishes the save.
     """
     global _current
     _current = _Save(work)
-    # Registered anew: atexit calls the latest first, so this runs before handlers
-    # that came since the last save.
+    # Registered again: atexit calls the latest first, so this runs before handlers
+    # registered since the last save.
     for register in (atexit.unregister, atexit.register):
         register(_report_at_exit)
     # The thread uses a process group, which must not be destroyed before it ends.
@@ -53,13 +53,13 @@ def start(work: Callable[[], None]) -> None:
 
 
 def in_flight() -> bool:
-    """Return whether a save goes on in the background."""
+    """Return whether a save is running in the background."""
     return _current is not None and _current.thread.is_alive()
 
 
 def join() -> None:
-    """Wait until no save goes on in the background; an error is kept for `wait`."""
-    # A thread cannot join itself, and code that the save runs may get here.
+    """Wait until no save is running in the background; an error is kept for `wait`."""
+    # A thread cannot join itself, and code that the save runs may call this.
     if _current is not None and _current.thread is not threading.current_thread():
         _current.thread.join()
 
@@ -68,11 +68,11 @@ def wait() -> None:
     """Wait until the save in the background, if there is one, is committed.
 
     Raises:
-        Exception: What went wrong in it, once.
+        Exception: The error of the save, once.
     """
     global _current
     join()
-    # Forgotten before it is raised, so that the next `wait` does not raise the same error again.
+    # Cleared before raising, so that the next `wait` does not raise the same error again.
     save, _current = _current, None
     if save is not None and save.error is not None:
         raise save.error
@@ -81,7 +81,7 @@ def wait() -> None:
 def group_for(process: ProcessInfo) -> Any:
     """Return the process group of saves in the background. Every process must call it.
 
-    Its collectives never meet those of the training loop, which go on meanwhile.
+    Its collectives never mix with those of the training loop, which continue meanwhile.
 
     Args:
         process: This process.
@@ -93,11 +93,11 @@ def group_for(process: ProcessInfo) -> Any:
 
 
 def _report_at_exit() -> None:
-    """Nobody has waited: what went wrong must not go unseen."""
+    """Report an error that no caller collected."""
     join()
     if _current is not None and _current.error is not None:
         print(
-            "A save that went on in the background has failed; the checkpoint before it is the newest:",
+            "A save in the background has failed; the previous checkpoint is the newest:",
             file=sys.stderr,
         )
         traceback.print_exception(_current.error)

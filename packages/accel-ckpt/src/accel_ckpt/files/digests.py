@@ -19,11 +19,11 @@ from accel_ckpt.files.threads import Threads
 
 _T = TypeVar("_T")
 
-# Large enough that threads are kept busy, small enough that a large file is shared among them.
+# Large enough to keep threads busy, small enough that a large file is split among them.
 CHUNK_BYTES = 16 * 2**20
 
 THREADS = 4
-"""How many chunks are digested at once: a disk gives more if it is asked for several."""
+"""How many chunks are digested at once: a disk reads faster with several requests."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class FileEntry:
     """One file of a checkpoint.
 
     Args:
-        path: Where it is inside the folder, with forward slashes.
+        path: Its path inside the folder, with forward slashes.
         size: Its size, in bytes.
-        role: What it is; see `file_names.role_of`.
-        chunks: Digest of each chunk, in hexadecimal; none for an empty file.
+        role: Its role; see `file_names.role_of`.
+        chunks: Digest of each chunk, in hexadecimal; empty for an empty file.
     """
 
     path: str
@@ -52,16 +52,16 @@ def verify(
     algorithm: str = ALGORITHM,
     find_mapped: Callable[[str], MappedFile | None] = lambda name: None,
 ) -> None:
-    """Check that files are what the manifest says.
+    """Check files against the manifest.
 
     Args:
         folder: The checkpoint folder.
         entries: The files to check.
         chunk_bytes: Size of a digested chunk.
         contents: Whether to check their bytes, or only that they are plain files of the right size.
-        progress: Where checked bytes are counted.
-        algorithm: What the entries' digests are, one of `hashing.ALGORITHMS`.
-        find_mapped: Returns the file of an entry's path where it is mapped, so that it is digested there.
+        progress: Counts the checked bytes.
+        algorithm: The algorithm of the entries' digests, one of `hashing.ALGORITHMS`.
+        find_mapped: Returns the mapped file of an entry's path, if there is one, to digest it there.
 
     Raises:
         CorruptCheckpointError: If files are missing, unreadable, changed, or not plain files in the folder;
@@ -71,31 +71,31 @@ def verify(
     def digest(path: Path, start: int) -> str | OSError:
         try:
             return digest_chunk(path, start, chunk_bytes, algorithm, mapped[path])
-        except OSError as error:  # the disk does not give it back
+        except OSError as error:  # the disk cannot read it
             return error
         finally:
             if progress is not None:
                 progress.add(chunk_bytes)
 
-    found = {entry: _unreadable(folder, entry) for entry in entries}
-    # Sizes first, which cost nothing: what is missing is not waited for.
-    sound = [entry for entry, problem in found.items() if problem is None and contents]
-    mapped = {folder / entry.path: find_mapped(entry.path) for entry in sound}
-    digested = _chunk_by_chunk([folder / entry.path for entry in sound], chunk_bytes, digest)
-    # Replaces the None of each sound file by what its digests say.
-    found |= {
+    problems = {entry: _unreadable(folder, entry) for entry in entries}
+    # Sizes first, which cost nothing: missing files are reported at once.
+    readable = [entry for entry, problem in problems.items() if problem is None and contents]
+    mapped = {folder / entry.path: find_mapped(entry.path) for entry in readable}
+    digested = _chunk_by_chunk([folder / entry.path for entry in readable], chunk_bytes, digest)
+    # Replaces the None of each readable file by the result of its digests.
+    problems |= {
         entry: _difference(folder, entry, chunks, chunk_bytes)
-        for entry, chunks in zip(sound, digested, strict=True)
+        for entry, chunks in zip(readable, digested, strict=True)
     }
-    problems = [problem for problem in found.values() if problem is not None]
-    if problems:
+    found = [problem for problem in problems.values() if problem is not None]
+    if found:
         raise CorruptCheckpointError(
-            f"{folder} is damaged: {'; '.join(problems)}. Load another checkpoint, or copy this one anew."
+            f"{folder} is damaged: {'; '.join(found)}. Load another checkpoint, or copy this one again."
         )
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Find a file inside a folder without following a link out of it.
+    """Find a file inside a folder without following links.
 
     Args:
         folder: The folder.
@@ -105,12 +105,12 @@ def plain_file(folder: Path, name: str) -> Path:
         The file's path.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        CorruptCheckpointError: If it, or a folder on the way, is a link or a special file.
+        FileNotFoundError: If it does not exist.
+        CorruptCheckpointError: If it, or a folder in its path, is a link or a special file.
     """
     path = folder
-    for part in PurePosixPath(name).parts:
-        path = path / part
+    for item in PurePosixPath(name).parts:
+        path = path / item
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and path != folder / name):
             raise CorruptCheckpointError(f"{name} is {kind_of(mode)} where a file is expected")
@@ -118,7 +118,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """Check that a path leads to a regular file, also by a link; reading a pipe would wait for ever.
+    """Check that a path is a regular file or a link to one; reading a pipe could block forever.
 
     Args:
         path: The path.
@@ -127,7 +127,7 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
         The path.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If it does not exist.
         CorruptCheckpointError: If it is something else.
     """
     regular_size(path)
@@ -135,13 +135,13 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 
 
 def regular_size(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of a regular file, as `regular_file` checks that it is one.
+    """Return the size of a regular file in bytes; checked like `regular_file`.
 
     Args:
         path: The path.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If it does not exist.
         CorruptCheckpointError: If it is something else.
     """
     status = os.stat(path)
@@ -151,7 +151,7 @@ def regular_size(path: str | os.PathLike[str]) -> int:
 
 
 def kind_of(mode: int) -> str:
-    """Name what a file's mode says that it is."""
+    """Return the kind of file of a mode, for messages."""
     kinds = {
         stat.S_IFLNK: "a symbolic link",
         stat.S_IFIFO: "a pipe",
@@ -166,9 +166,9 @@ def kind_of(mode: int) -> str:
 def _chunk_by_chunk(
     paths: Sequence[Path], chunk_bytes: int, function: Callable[[Path, int], _T]
 ) -> list[tuple[_T, ...]]:
-    """Call a function with every file and start of a chunk in it, by several threads also within a file."""
+    """Call a function with the start of each chunk of each file, in threads."""
     # Submitted for all files before the first result is awaited, so that small files overlap too.
-    with Threads(THREADS, "accel-digest") as pool:  # digesting frees the interpreter's lock
+    with Threads(THREADS, "accel-digest") as pool:  # digesting releases the GIL
         pending = [
             [pool.submit(function, path, start) for start in range(0, path.stat().st_size, chunk_bytes)]
             for path in paths
@@ -189,23 +189,23 @@ def _unreadable(folder: Path, entry: FileEntry) -> str | None:
 def _difference(
     folder: Path, entry: FileEntry, chunks: Sequence[str | OSError], chunk_bytes: int
 ) -> str | None:
-    # zip_longest: a file may have grown or lost a whole chunk since its size was compared.
-    for index, (found, expected) in enumerate(zip_longest(chunks, entry.chunks)):
-        if found != expected:
+    # zip_longest: a file may have gained or lost a full chunk since its size was compared.
+    for index, (actual, expected) in enumerate(zip_longest(chunks, entry.chunks)):
+        if actual != expected:
             first = index * chunk_bytes
             last = min(first + chunk_bytes, entry.size) - 1
-            if isinstance(found, OSError):
-                return f"{entry.path} cannot be read in bytes {first} to {last}: {found.strerror}"
+            if isinstance(actual, OSError):
+                return f"{entry.path} cannot be read in bytes {first} to {last}: {actual.strerror}"
             where = _contents(folder / entry.path, first, last)
             return f"{entry.path} differs in bytes {first} to {last}{where}"
     return None
 
 
 def _contents(path: Path, first: int, last: int) -> str:
-    """Name the weights in a part of a safetensors file, as far as its header can be read."""
+    """Return the names of the weights in a byte range of a safetensors file, if its header is readable."""
     try:
         names = tensors_between(path, first, last)
-    # The header itself may be what is damaged; the message is then shorter.
+    # The header itself may be damaged; the message is then shorter.
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return ""
     return f", in {shortened(names)}" if names else ""

@@ -1,4 +1,4 @@
-"""Files that are on the disk before anything depends on them."""
+"""Writing files so that they are on the disk before anything depends on them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows has no handles on folders to flush
+    """Flush a file, or the names in a folder, to the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot flush a folder
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -22,19 +22,19 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file so that its name never stands for half of it.
+    """Write a file atomically: its name never refers to a partial file.
 
     Args:
-        path: The file, which need not be there.
+        path: The file, which need not exist.
 
     Yields:
-        Where to write in the block; it takes the file's place afterwards, and is deleted after an error.
+        The path to write to in the block; it replaces the file afterwards, and is deleted after an error.
     """
-    # In the same folder, as a rename is one step within a file system alone. No other save has its name.
+    # In the same folder, as a rename is atomic only within a file system. The name is unique to this save.
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield draft
-        flush(draft)  # before the rename, which some file systems put on the disk before the content
+        flush(draft)  # before the rename, which some file systems write before the content
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Digests of the parts of a file."""
+"""Digests of the chunks of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALGORITHM = "xxh3_128"
 ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 """The digest algorithms that checkpoints may have, by their names in the manifest."""
 
-_READ_BYTES = 2**18  # stays in a core's cache
+_READ_BYTES = 2**18  # fits into a core's cache
 
 
 def digest_chunk(
@@ -28,57 +28,57 @@ def digest_chunk(
 
     Args:
         path: The file.
-        start: Where the chunk begins, in bytes.
-        chunk_bytes: How long it is, unless the file ends before.
+        start: The start of the chunk, in bytes.
+        chunk_bytes: Its length, unless the file ends before.
         algorithm: One of `ALGORITHMS`.
-        mapped: The file where it is mapped: the chunk is digested there if the system has it in its cache.
+        mapped: The mapped file: the chunk is digested there if it is in the page cache.
 
     Returns:
-        Its digest, in hexadecimal.
+        The digest, in hexadecimal.
 
     Raises:
         OSError: If the file cannot be read.
     """
     digest = ALGORITHMS[algorithm]()
-    # Negative where the file has become shorter than the chunk's start: the digest of nothing differs then.
+    # Negative if the file has become shorter than the chunk's start: then the digest of nothing differs.
     length = min(chunk_bytes, path.stat().st_size - start)
     if length > 0:
-        with nullcontext() if mapped is None else mapped.part(start, length) as part:
-            if part is not None:
-                digest.update(part)
+        with nullcontext() if mapped is None else mapped.view(start, length) as view:
+            if view is not None:
+                digest.update(view)
             else:
                 _add_read(digest, path, start, length)
-        if mapped is not None and part is None:
-            # It is in the cache by now. The other threads wait for the disk meanwhile.
-            mapped.bring_in(start, length)
+        if mapped is not None and view is None:
+            # It is in the page cache now. The other threads wait for the disk meanwhile.
+            mapped.prefault(start, length)
     text: str = digest.hexdigest()
     return text
 
 
 class ChunkDigests:
-    """Digests of the chunks of what it is given, piece by piece.
+    """Digests the chunks of a file, whose bytes are added in pieces of any length.
 
     Args:
-        chunk_bytes: How long a chunk is.
+        chunk_bytes: The length of a chunk.
     """
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._digest: Any = ALGORITHMS[ALGORITHM]()
-        self._room = chunk_bytes  # in the chunk that has begun
+        self._room = chunk_bytes  # in the current chunk
 
     def add(self, data: memoryview) -> Iterator[str]:
-        """Add the next bytes ("B"), and yield the digest of each chunk that they fill, in hexadecimal."""
+        """Add the next bytes ("B"), and yield the digest of each completed chunk, in hexadecimal."""
         while len(data):
-            part = data[: self._room]
-            self._digest.update(part)
-            self._room -= len(part)
-            data = data[len(part) :]
+            piece = data[: self._room]
+            self._digest.update(piece)
+            self._room -= len(piece)
+            data = data[len(piece) :]
             if not self._room:
                 yield self._end_chunk()
 
     def end(self) -> Iterator[str]:
-        """Yield the digest of the last chunk, if it is shorter than the others."""
+        """Yield the digest of the last chunk, if it is shorter than a full one."""
         if self._room < self._chunk_bytes:
             yield self._end_chunk()
 
@@ -90,7 +90,7 @@ class ChunkDigests:
 
 
 def _add_read(digest: Any, path: Path, start: int, length: int) -> None:
-    # Without Python's own buffer, which would be one more copy.
+    # Without Python's buffer, which would be another copy.
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         buffer = memoryview(bytearray(min(_READ_BYTES, length)))

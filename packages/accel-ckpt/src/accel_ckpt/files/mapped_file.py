@@ -1,9 +1,9 @@
-"""A file of torch.save in memory: mapped once, to be checked there and loaded from there.
+"""A memory-mapped file of torch.save, which is digested and loaded from the same mapping.
 
-What a digest has read is then in its place, and loading finds it there. A mapped page that cannot be brought
-in (the disk fails, somebody has cut the file off) is no error but kills the process. So a part is used only
-once the system has brought it in, and only with a lease: whoever wants to cut the file off waits until it is
-given back.
+Pages that a digest has read need not be read again for loading. Touching a mapped page that cannot be read
+(the disk fails, or the file was truncated) raises no error but kills the process. So a byte range is only
+used once it is prefaulted, and only with a lease: another process that wants to truncate the file waits until
+the lease is released.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
-# Of madvise(2), from Linux 5.14 on: brings pages in, and fails where one cannot be read.
+# Of madvise(2), from Linux 5.14 on: reads pages into memory, and fails if one cannot be read.
 _MADV_POPULATE_READ = 22
-_SAMPLE_BYTES = 2**20  # between the pages that are asked for; asking for all takes as long as a digest
+_SAMPLE_BYTES = 2**20  # between the pages that are checked; checking all takes as long as a digest
 
 
 class MappedFile:
-    """A file that is mapped: writing to its memory changes no file.
+    """A file that is mapped privately: writing to the memory does not change the file.
 
     Args:
         path: A regular file, not empty.
 
     Raises:
-        OSError: If the file is not there.
+        OSError: If the file does not exist.
         RuntimeError: If it cannot be mapped, or changes meanwhile.
     """
 
@@ -44,53 +44,55 @@ class MappedFile:
         self._storage: Any = torch.UntypedStorage.from_file(str(path), False, before.st_size)
         self._identity = _identity(before)
         self._check_same(path.stat())
-        # Named, as the user's default device may be another one.
+        # The device is named, as the user's default device may be another one.
         empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
-        whole: Any = empty.set_(self._storage).numpy()
-        self._bytes = memoryview(whole)
+        array: Any = empty.set_(self._storage).numpy()
+        self._bytes = memoryview(array)
 
     @contextmanager
-    def part(self, start: int, length: int) -> Iterator[memoryview | None]:
-        """Have a part of the file in memory for the block, if the system has it in its cache.
+    def view(self, start: int, length: int) -> Iterator[memoryview | None]:
+        """View a byte range of the file during the block, if it is in the page cache.
 
-        Once the file has been loaded, it has what was written to the tensors since.
+        After the file was loaded, the range has the values that were written to the tensors since.
 
         Args:
-            start: Where the part begins, in bytes.
-            length: How long it is, in bytes; at least 1.
+            start: The start of the range, in bytes.
+            length: Its length, in bytes; at least 1.
 
         Yields:
-            The part; None if it is not in the cache, or the system does not say; if the file is no longer
-            what was mapped; or if there is no lease: somebody has it open for writing, it is another user's,
-            or its file system has none.
+            The range; None if it is not in the page cache, or this is not known; if the file has changed
+            since it was mapped; or if there is no lease: the file is open for writing, belongs to another
+            user, or its file system does not support leases.
 
         Raises:
             OSError: If the file cannot be opened.
         """
-        # Before the part is brought in, so that it is there until the end of the block.
+        # The lease comes before the prefault, so that the range stays valid until the end of the block.
         with open(self.path, "rb", buffering=0) as file, _lease(file.fileno()) as leased:
             same = leased and _identity(os.fstat(file.fileno())) == self._identity
-            there = same and start + length <= len(self._bytes)
-            there = there and self._is_cached(start, length) and self.bring_in(start, length)
-            yield self._bytes[start : start + length] if there else None
+            usable = same and start + length <= len(self._bytes)
+            usable = usable and self._is_cached(start, length) and self.prefault(start, length)
+            yield self._bytes[start : start + length] if usable else None
 
     def load(self, map_location: Any) -> Any:
-        """Load what the file holds, as `torch.load(mmap=True, weights_only=True)`. Its tensors stay in place.
+        """Load the file, as `torch.load(mmap=True, weights_only=True)` does. Its tensors use the mapping.
 
         Args:
-            map_location: As there.
+            map_location: As for `torch.load`.
 
         Returns:
-            What was saved.
+            The saved object.
 
         Raises:
-            Exception: Any, if the file is damaged, holds other objects, or torch has changed. torch.load says
-                better what is wrong.
+            Exception: Any, if the file is damaged, contains other objects, or torch has changed. torch.load
+                has better error messages.
         """
-        # torch.load is this and a mapping of its own, in which each page has to be found anew.
+        # torch.load does the same with a new mapping, in which each page must be faulted in again.
         function: Any = torch.serialization._load
         module = torch._weights_only_unpickler
-        options: dict[str, Any] = {"weights_only": True} if _is_told(function) else {}  # from torch 2.15 on
+        options: dict[str, Any] = (
+            {"weights_only": True} if _takes_weights_only(function) else {}
+        )  # from torch 2.15 on
         with open(self.path, "rb") as file:
             self._check_same(os.fstat(file.fileno()))
             with torch.serialization._open_zipfile_reader(file) as archive:
@@ -102,15 +104,15 @@ class MappedFile:
         if _identity(status) != self._identity:
             raise RuntimeError(f"{self.path} has changed since it was mapped")
 
-    def bring_in(self, start: int, length: int) -> bool:
-        """Have the system bring a part in, so that who reads it finds it in its place.
+    def prefault(self, start: int, length: int) -> bool:
+        """Prefault a byte range.
 
         Args:
-            start: Where the part begins, in bytes.
-            length: How long it is, in bytes.
+            start: The start of the range, in bytes.
+            length: Its length, in bytes.
 
         Returns:
-            Whether it is there; False also where the system cannot be asked.
+            Whether it is in memory; False if the system does not support this.
         """
         calls = _calls()
         length = min(length, len(self._bytes) - start)  # the file may have grown
@@ -122,12 +124,12 @@ class MappedFile:
         )
 
     def _is_cached(self, start: int, length: int) -> bool:
-        """Whether a part seems to be in the system's cache; reading is faster from the disk."""
+        """Whether a byte range seems to be in the page cache; otherwise reading the file is faster."""
         calls = _calls()
         if calls is None:
             return False
         first, length = self._pages(start, length)
-        # mincore writes a byte for each page, whose lowest bit says that it is in the cache.
+        # mincore writes a byte for each page, whose lowest bit is set if the page is in the cache.
         state = ctypes.c_ubyte()
         for place in range(first, first + length, _SAMPLE_BYTES):
             if calls.mincore(ctypes.c_void_p(place), ctypes.c_size_t(1), ctypes.byref(state)):
@@ -137,7 +139,7 @@ class MappedFile:
         return True
 
     def _pages(self, start: int, length: int) -> tuple[int, int]:
-        """Return the address of the page in which a part begins, and how far it is from there to its end."""
+        """Return the address of the first page of a byte range, and the length from there to its end."""
         skipped = start % mmap.PAGESIZE
         return self._storage.data_ptr() + start - skipped, length + skipped
 
@@ -148,15 +150,16 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 @contextmanager
 def _lease(file: int) -> Iterator[bool]:
-    """Keep others from opening a file for writing and from cutting it off, if the system can (fcntl(2))."""
+    """Keep other processes from opening a file for writing and truncating it, if supported (fcntl(2))."""
     if sys.platform != "linux":
         yield False
         return
-    # Windows does not have it.
+    # Not available on Windows.
     import fcntl
 
     try:
-        # The signal of whoever waits: by default this one is ignored, and the usual one ends the process.
+        # The signal sent when another process waits: SIGURG is ignored by default, the usual one ends the
+        # process.
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError:
@@ -165,7 +168,7 @@ def _lease(file: int) -> Iterator[bool]:
     try:
         yield True
     finally:
-        # Not by closing alone: a process forked meanwhile has the file open too.
+        # Closing is not enough: a process forked meanwhile has the file open too.
         with suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
@@ -178,5 +181,5 @@ def _calls() -> Any:
 
 
 @cache
-def _is_told(function: Any) -> bool:
+def _takes_weights_only(function: Any) -> bool:
     return "weights_only" in inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Names of files that come out of a file: they stay inside their folder, and name plain files."""
+"""Checks of file names that were read from a file: they must be plain files inside their folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def is_inside(name: str) -> bool:
         name: The name, with forward slashes.
 
     Returns:
-        False if it is absolute, has "..", a backslash or a drive letter, or is not spelled plainly.
+        False if it is absolute, has "..", a backslash or a drive letter, or is not in normal form.
     """
-    # Compared with its normal form, so that "a//b", "./a" and "a/" have no second spelling.
+    # Compared with its normal form, which rejects "a//b", "./a" and "a/".
     parts = PurePosixPath(str(name)).parts
     plain = bool(parts) and PurePosixPath(*parts).as_posix() == name
     if not plain or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         return False
-    # "C:x" is one part for POSIX and a drive for Windows, where checkpoints may be read too.
-    return not any(PureWindowsPath(part).drive for part in parts)
+    # "C:x" is a plain name for POSIX and a drive for Windows, where checkpoints may be read too.
+    return not any(PureWindowsPath(item).drive for item in parts)
 
 
 def check_inside(name: str, source: Path) -> None:
-    """Check that a name does not lead out of the folder which it is meant to be in.
+    """Check that a name does not lead out of its folder.
 
     Args:
         name: The name, with forward slashes.
@@ -56,20 +56,19 @@ def listed_file(folder: Path, name: str, source: Path) -> Path:
 
     Raises:
         CorruptCheckpointError: If the name leads out of the folder, or it is a link or a special file. Links
-            into the `blobs` folder of a hub's download cache, where its snapshots keep their files, are
-            followed.
-        FileNotFoundError: If it is not there.
+            into the `blobs` folder of a hub's download cache, where snapshots keep their files, are followed.
+        FileNotFoundError: If it does not exist.
     """
     check_inside(name, source)
     path = folder / name
-    # Before plain_file, which takes no link at all.
+    # Before plain_file, which rejects all links.
     if path.is_symlink() and _is_blob(folder, path.resolve()):
         return path
     try:
         return plain_file(folder, name)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{source} names {name}, and {folder} has no such file. Copy the folder anew."
+            f"{source} names {name}, and {folder} has no such file. Download or copy the folder again."
         ) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
@@ -78,7 +77,7 @@ def listed_file(folder: Path, name: str, source: Path) -> Path:
 
 
 def _is_blob(folder: Path, target: Path) -> bool:
-    """Whether a link stays in the cache: snapshots/<revision>/<file> points to blobs/<hash> beside."""
+    """Whether a link stays in the cache: snapshots/<revision>/<file> points to blobs/<hash>."""
     snapshot = folder.resolve()
     if snapshot.parent.name != "snapshots" or target.parent != snapshot.parent.parent / "blobs":
         return False

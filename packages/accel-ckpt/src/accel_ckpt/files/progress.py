@@ -1,4 +1,4 @@
-"""A bar that shows bytes, once something takes long."""
+"""A progress bar of bytes for operations that take long."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from accel_state.imports.packages import require
 
 AFTER_S = 2.0
-"""How long nothing is shown (seconds)."""
+"""The seconds before the bar is shown."""
 
-# A terminal over a network is slow; chunks come a thousand times a second.
+# A terminal over a network is slow, and there may be a thousand updates a second.
 _EVERY_S = 0.1
 
 
 class Progress:
-    """Counts bytes, from any thread, and shows them as a tqdm bar when more than two seconds have passed.
+    """Counts bytes, from any thread, and shows them as a tqdm bar after two seconds.
 
-    tqdm is imported when the bar is first shown; without it nothing is.
+    tqdm is imported when the bar is first shown; without tqdm there is no bar.
 
     Args:
-        label: What is being done.
-        total: How many bytes there will be; 0 where that is not known.
-        shown: Whether there is a bar at all; on the main process.
+        label: The description of the bar.
+        total: The total number of bytes; 0 if unknown.
+        shown: Whether to show a bar; set on the main process.
     """
 
     def __init__(self, label: str, total: int = 0, shown: bool = False) -> None:
@@ -39,12 +39,12 @@ class Progress:
         """Count bytes.
 
         Args:
-            count: How many more are done.
+            count: The number of bytes to add.
         """
         with self._lock:
             self.done += count
             now = time.monotonic()
-            # Counting goes on while nothing is shown, so that the bar starts with what is done already.
+            # Counted even before the bar is shown, so that it starts at the right place.
             if not self._shown or now < self._next:
                 return
             self._next = now + _EVERY_S
@@ -54,7 +54,7 @@ class Progress:
                 self._show()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Close the bar."""
         with self._lock:
             self._shown = False
             if self._bar is not None:
@@ -63,7 +63,7 @@ class Progress:
                 self._bar = None
 
     def _show(self) -> None:
-        self._bar.n = min(self.done, self.total or self.done)  # the last chunk of a file is not a whole one
+        self._bar.n = min(self.done, self.total or self.done)  # the last chunk of a file is not a full one
         self._bar.refresh()
 
     def _open(self, passed_s: float) -> Any:
@@ -75,5 +75,5 @@ class Progress:
         bar = bars.tqdm(
             total=self.total or None, desc=self.label, unit="B", unit_scale=True, unit_divisor=1024
         )
-        bar.start_t -= passed_s  # so that the rate counts the time before it was shown
+        bar.start_t -= passed_s  # so that the rate includes the time before it was shown
         return bar

@@ -1,9 +1,9 @@
 """Writing the safetensors format into an open file, tensor by tensor.
 
 The format (https://github.com/huggingface/safetensors#format): the length of the header as 8 bytes, little
-endian; the header, JSON padded with spaces; the tensors' bytes, one after the other. The library's own
-`save_file` writes the same but for the order of the metadata, which differs from call to call; here equal
-states give equal files, and no second copy of them is made in memory.
+endian; the header, JSON padded with spaces; the tensors' bytes, one after the other. The library's
+`save_file` writes the same except for the order of the metadata, which differs from call to call; here equal
+states give equal files, and are not copied in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from accel_ops.collectives.pack_sections import as_bytes
 
-_NAMES = {  # in the order of the library: by size, and then its own
+_NAMES = {  # in the order of the library
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -38,7 +38,7 @@ _NAMES = {  # in the order of the library: by size, and then its own
 }
 
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if hasattr(torch, name)}
-"""The format's names of the dtypes that it supports."""
+"""The format's names of the supported dtypes."""
 
 
 def dump(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], file: IO[bytes]) -> None:
@@ -46,15 +46,15 @@ def dump(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], file:
 
     Args:
         tensors: Tensors of a dtype in `DTYPES`, by name.
-        metadata: Texts to keep with them.
-        file: Where to write.
+        metadata: Strings to store with them.
+        file: The file to write to.
     """
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     header, begins = make_header(described, metadata)
     file.write(header)
     for name in begins:
         if tensors[name].numel():
-            # One tensor at a time goes to the CPU: a model on a device is never there whole.
+            # One tensor at a time is copied to the CPU, never the full model.
             content: Any = as_bytes(tensors[name].detach().cpu()).numpy()
             file.write(content)
 
@@ -62,14 +62,14 @@ def dump(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], file:
 def make_header(
     described: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Make what such a file begins with.
+    """Make the header of such a file.
 
     Args:
         described: Dtype and shape of each tensor, by name.
-        metadata: Texts to keep with them.
+        metadata: Strings to store with them.
 
     Returns:
-        (header, begins): the bytes before the tensors, and where in the file each tensor begins.
+        (header, begins): the bytes before the tensors, and the offset of each tensor in the file.
     """
     # Large elements first, so that every tensor is aligned.
     order = list(DTYPES)
@@ -81,7 +81,7 @@ def make_header(
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": DTYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded to 8 bytes, so that the tensors behind it begin aligned for every dtype.
+    # Padded to 8 bytes, so that the tensors after it are aligned for every dtype.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + entries[name]["data_offsets"][0] for name in names}

@@ -1,4 +1,4 @@
-"""Saving and loading single files: safetensors for tensors, torch's format for the rest, no code run."""
+"""Saving and loading single files: safetensors for tensors, torch's format for the rest; no code is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_ckpt.files.safetensors_writer import DTYPES, dump
 from accel_state.process.state import current_process
 from accel_state.verify import output_path
 
-# The framework of the tensors: transformers writes the same, and its earlier versions reject other files.
+# The framework of the tensors: transformers writes the same, and older versions of it reject other files.
 _FORMAT = {"format": "pt"}
 
 _logger = logging.getLogger(__name__)
@@ -38,18 +38,18 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save an object to a file, on one process. Use it in place of `torch.save`.
+    """Save an object to a file, on one process. Use it instead of `torch.save`.
 
-    A file that is there is replaced as a whole, when the new one is on the disk.
+    An existing file is replaced atomically, when the new one is on the disk.
 
     Args:
-        obj: What to save; for safetensors a dict of tensors.
+        obj: The object to save; a dict of tensors for safetensors.
         f: Path of the file, or an open file.
-        save_on_each_node: Whether one process per machine saves, instead of one of all.
+        save_on_each_node: Whether one process per machine saves, instead of only the main process.
         safe_serialization: Whether to write safetensors.
 
     Raises:
-        ValueError: If safetensors cannot hold the object; it names the entry.
+        ValueError: If safetensors cannot store the object; it names the entry.
     """
     process = current_process()
     if not (process.is_local_main if save_on_each_node else process.is_main):
@@ -57,9 +57,9 @@ def save(
     if not isinstance(f, str | os.PathLike):
         write_to(obj, f, safe_serialization)
         return
-    # A link stays a link: its file is replaced.
+    # A link stays a link: its target is replaced.
     path = Path(os.path.realpath(output_path(f)))
-    if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
         write(obj, path, safe_serialization)
         return
     with replacing(path) as draft:
@@ -67,43 +67,43 @@ def save(
 
 
 def write(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-    """Write an object to a file on this process, as `save` does, but straight to its place.
+    """Write an object to a file on this process, as `save` does, but not atomically.
 
     Args:
-        obj: What to write.
+        obj: The object to write.
         path: Path of the file.
         safe_serialization: Whether to write safetensors.
 
     Raises:
-        ValueError: If safetensors cannot hold the object; it names the entry.
+        ValueError: If safetensors cannot store the object; it names the entry.
     """
     with open(path, "wb") as file:
         write_to(obj, file, safe_serialization)
 
 
 def write_to(obj: Any, file: IO[bytes], safe_serialization: bool = False) -> None:
-    """Write an object into an open file, as `write`.
+    """Write an object into an open file, as `write` does.
 
     Args:
-        obj: What to write.
-        file: Where to write.
+        obj: The object to write.
+        file: The file to write to.
         safe_serialization: Whether to write safetensors.
 
     Raises:
-        ValueError: If safetensors cannot hold the object; it names the entry.
+        ValueError: If safetensors cannot store the object; it names the entry.
     """
-    writing(obj, safe_serialization)(file)
+    make_writer(obj, safe_serialization)(file)
 
 
-def writing(obj: Any, safe_serialization: bool = False) -> Callable[[IO[bytes]], None]:
-    """Return what writes an object into an open file, as `write`, as often as it is called.
+def make_writer(obj: Any, safe_serialization: bool = False) -> Callable[[IO[bytes]], None]:
+    """Return a function that writes an object into an open file, as `write` does, any number of times.
 
     Args:
-        obj: What to write.
+        obj: The object to write.
         safe_serialization: Whether to write safetensors.
 
     Raises:
-        ValueError: If safetensors cannot hold the object; it names the entry.
+        ValueError: If safetensors cannot store the object; it names the entry.
     """
     if safe_serialization:
         return partial(write_safe, *split_tied(obj))
@@ -111,12 +111,12 @@ def writing(obj: Any, safe_serialization: bool = False) -> Callable[[IO[bytes]],
 
 
 def write_safe(tensors: dict[str, torch.Tensor], tied: dict[str, str], file: IO[bytes]) -> None:
-    """Write what `split_tied` returned, as safetensors.
+    """Write the result of `split_tied` as safetensors.
 
     Args:
         tensors: The clean state dict.
-        tied: Per left-out name the name under which its tensor is kept.
-        file: Where to write.
+        tied: The stored name of each omitted tied name.
+        file: The file to write to.
     """
     dump(tensors, {**tied, **_FORMAT}, file)
 
@@ -124,11 +124,11 @@ def write_safe(tensors: dict[str, torch.Tensor], tied: dict[str, str], file: IO[
 def write_tensors(
     tensors: dict[str, torch.Tensor], tied: dict[str, str], path: str | os.PathLike[str]
 ) -> None:
-    """Write what `split_tied` returned to a file, as safetensors.
+    """Write the result of `split_tied` to a file, as safetensors.
 
     Args:
         tensors: The clean state dict.
-        tied: Per left-out name the name under which its tensor is kept.
+        tied: The stored name of each omitted tied name.
         path: Path of the file.
     """
     with open(path, "wb") as file:
@@ -136,51 +136,51 @@ def write_tensors(
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a file that `save` (or torch.save, or safetensors) has written. Use it in place of
+    """Load a file that `save` (or torch.save, or safetensors) has written. Use it instead of
     `torch.load`.
 
     Only tensors, arrays, numbers, strings and plain containers are loaded, so that no code in the file can
     run.
 
     Args:
-        f: Path of the file, or an open file. A path that ends in ".safetensors" is read as that.
+        f: Path of the file, or an open file. A path that ends in ".safetensors" is read as safetensors.
         map_location: Where the tensors go, as in `torch.load`.
-        **kwargs: Options of `torch.load`. `weights_only=False` loads any object, and runs the code that it
-            names: for files that you trust as you trust a program.
+        **kwargs: Options of `torch.load`. `weights_only=False` loads any object, and runs code that the file
+            names: only for files that you trust like a program.
 
     Returns:
-        What was saved. Tied entries of a safetensors file are there under all their names.
+        The saved object. Tied entries of a safetensors file have all their names.
 
     Raises:
-        CheckpointError: If the file holds other objects, or cannot be read; it says what was wrong.
-        CorruptCheckpointError: If it is no regular file, or damaged safetensors.
+        CheckpointError: If the file contains other objects, or cannot be read; it says what was wrong.
+        CorruptCheckpointError: If it is not a regular file, or damaged safetensors.
     """
     if isinstance(f, str | os.PathLike):
         regular_file(f)
         if str(f).endswith(".safetensors"):
             return _load_safetensors(f, map_location)
-    # torch 2.6 made it the default; named here so that it holds for every version and is in the message.
+    # The default since torch 2.6; set here so that it is in the message too.
     kwargs.setdefault("weights_only", True)
     try:
         with arrays_allowed():
             return torch_load(f, map_location, **kwargs)
-    # Warnings are raised where the user's filters turn them into errors: the file is not to blame.
+    # Warnings are raised if the user's filters turn them into errors: the file is not at fault.
     except (torch.OutOfMemoryError, Warning):
         raise
-    except Exception as error:  # a damaged file raises anything
+    except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error
 
 
 def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a mapped file, as `load`: its tensors stay where they are.
+    """Load a mapped file, as `load` does: its tensors use the mapping.
 
     Args:
         mapped: The file.
-        map_location: As there.
-        **kwargs: As there, without `mmap`.
+        map_location: As for `load`.
+        **kwargs: As for `load`, without `mmap`.
 
     Returns:
-        What was saved.
+        The saved object.
 
     Raises:
         CheckpointError: As `load`.
@@ -191,7 +191,7 @@ def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> 
                 return mapped.load(map_location)
         except (torch.OutOfMemoryError, MemoryError, Warning):
             raise
-        except Exception:  # what is wrong, torch.load says better
+        except Exception:  # torch.load has a better error message
             pass
     return load(mapped.path, map_location, mmap=True, **kwargs)
 
@@ -199,12 +199,12 @@ def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> 
 def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
     """Call `torch.load` without its warning that it validates sparse tensors.
 
-    torch 2.15 also gives it for tensors that were unpickled elsewhere before.
+    torch 2.15 also warns for tensors that were unpickled elsewhere before.
 
     Args:
-        f: As there.
-        map_location: As there.
-        **kwargs: As there.
+        f: As for `torch.load`.
+        map_location: As for `torch.load`.
+        **kwargs: As for `torch.load`.
     """
     with _without_sparse_warning():
         return torch.load(f, map_location=map_location, **kwargs)
@@ -225,16 +225,16 @@ def is_zip(path: Path) -> bool:
     """
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # its end names a second disk
+    except zipfile.BadZipFile:  # it claims to be split over several disks
         return False
 
 
 def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, weights_only: bool) -> str:
-    # torch words it otherwise where the type's module is blocked (os, sys and the like).
+    # torch has another message if the type's module is blocked (os, sys and similar).
     begin = r"(?:WeightsUnpickler error:\s*|(?=Trying to load unsupported))"
-    found = re.search(begin + r"(.+?)(?:\. Please use|\n|$)", str(error))
-    reason = (found.group(1) if found else str(error).partition("\n")[0]).rstrip(". ")
-    if weights_only and found and not reason.startswith("Unsupported operand"):
+    match = re.search(begin + r"(.+?)(?:\. Please use|\n|$)", str(error))
+    reason = (match.group(1) if match else str(error).partition("\n")[0]).rstrip(". ")
+    if weights_only and match and not reason.startswith("Unsupported operand"):
         return (
             f"{f} holds more than tensors, arrays and plain containers, or is damaged: {reason}. If you "
             "trust the file, allow the types that it names with torch.serialization.add_safe_globals([...]), "
@@ -243,15 +243,15 @@ def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, wei
     if isinstance(f, str | os.PathLike) and not os.path.getsize(f):
         reason = "it is empty"
     return (
-        f"{f} cannot be read ({type(error).__name__}: {reason}). Unless that names another cause, it is cut "
-        "off, damaged, or was not written by torch.save: copy it anew."
+        f"{f} cannot be read ({type(error).__name__}: {reason}). Unless that names another cause, it is "
+        "truncated, damaged, or was not written by torch.save. Download or copy the file again."
     )
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make a state dict that safetensors can write: contiguous tensors, of which no two share memory.
 
-    Of tensors that are one and the same, the first name is kept; `split_tied` returns the others as well.
+    Of identical tensors, the first name is kept; `split_tied` also returns the other names.
 
     Args:
         state_dict: Tensors by name.
@@ -260,24 +260,24 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dic
         A new dict; tensors that were fine are the same objects.
 
     Raises:
-        ValueError: If an entry is no tensor, or one that safetensors cannot hold.
+        ValueError: If an entry is not a tensor, or one that safetensors cannot store.
     """
     return split_tied(state_dict)[0]
 
 
 def split_tied(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Split a state dict into what safetensors can write, and the names which that leaves out.
+    """Split a state dict into tensors that safetensors can write, and the omitted tied names.
 
-    One log record has the names that are left out.
+    One log record lists the omitted names.
 
     Args:
         state_dict: Tensors by name.
 
     Returns:
-        (tensors, tied): the clean state dict, and per left-out name the name under which its tensor is kept.
+        (tensors, tied): the clean state dict, and the stored name of each omitted tied name.
 
     Raises:
-        ValueError: If an entry is no tensor, or one that safetensors cannot hold.
+        ValueError: If an entry is not a tensor, or one that safetensors cannot store.
     """
     first = {name: names[0] for names in tied_groups(state_dict) for name in names[1:]}
     seen: set[tuple[torch.device, int, int]] = set()
@@ -287,23 +287,23 @@ def split_tied(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
         if name in first:
             continue
         storage = id_tensor_storage(tensor)
-        # Another view of memory that is written already: its own copy, as safetensors knows no views.
+        # Another view of memory that is already written is copied, as safetensors does not support views.
         tensors[name] = tensor.clone() if tensor.numel() and storage in seen else tensor.contiguous()
         seen.add(storage)
     if first:
-        left_out = ", ".join(f"{name} (the same as {kept})" for name, kept in first.items())
+        omitted = ", ".join(f"{name} (the same as {kept})" for name, kept in first.items())
         _logger.warning(
-            "safetensors hold a tensor under one name. Left out: %s. accel gives it back under all names.",
-            left_out,
+            "safetensors store a tensor under one name. Omitted: %s. accel restores all names when loading.",
+            omitted,
         )
     return tensors, first
 
 
 def tied_groups(state_dict: Mapping[str, Any]) -> list[list[str]]:
-    """Find the entries that are one and the same tensor.
+    """Find the entries that are the same tensor.
 
     Args:
-        state_dict: Tensors by name; other entries are passed over.
+        state_dict: Tensors by name; other entries are skipped.
 
     Returns:
         The names of each such tensor, two or more, in the order of the dict.
@@ -316,14 +316,14 @@ def tied_groups(state_dict: Mapping[str, Any]) -> list[list[str]]:
             and value.numel()
             and not value.is_meta
         ):
-            place = (
+            key = (
                 *id_tensor_storage(value),
                 value.storage_offset(),
                 value.dtype,
                 value.shape,
                 value.stride(),
             )
-            groups.setdefault(place, []).append(name)
+            groups.setdefault(key, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
@@ -344,13 +344,13 @@ def _checked(name: str, value: Any) -> torch.Tensor:
     hint = "Leave it out, or save with safe_serialization=False."
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"safetensors holds tensors alone, and {name!r} is of type {type(value).__name__}. {hint}"
+            f"safetensors stores only tensors, and {name!r} is of type {type(value).__name__}. {hint}"
         )
     if value.layout != torch.strided or value.is_meta:
         kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
-        raise ValueError(f"safetensors holds dense tensors alone, and {name!r} is {kind}. {hint}")
+        raise ValueError(f"safetensors stores only dense tensors, and {name!r} is {kind}. {hint}")
     if value.dtype not in DTYPES:
-        raise ValueError(f"safetensors has no {value.dtype}, which {name!r} is. {hint}")
+        raise ValueError(f"safetensors does not support {value.dtype}, the dtype of {name!r}. {hint}")
     return value
 
 
@@ -361,21 +361,21 @@ def _load_safetensors(path: str | os.PathLike[str], map_location: Any) -> dict[s
     try:
         with safe_open(path, framework="pt", device=device) as file:
             tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
-            # Names that split_tied left out are there as {left-out name: kept name}, beside "format".
+            # Names that split_tied omitted are stored as {omitted name: kept name}, next to "format".
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise CorruptCheckpointError(
-            f"{path} cannot be read: {error}{_cut_off(Path(path))}. Copy it anew."
+            f"{path} cannot be read: {error}{_cut_off(Path(path))}. Download or copy the file again."
         ) from error
     for name, kept in metadata.items():
-        # Metadata is free text: others write theirs there.
+        # Metadata is free-form: other tools write theirs there.
         if name not in tensors and kept in tensors:
             tensors[name] = tensors[kept]
     return tensors
 
 
 def _cut_off(path: Path) -> str:
-    """Name the weights that a file ends before, if its header can be read."""
+    """Describe the weights that a truncated file lacks, if its header is readable."""
     size = path.stat().st_size
     try:
         names = tensors_between(path, size, sys.maxsize)

@@ -1,7 +1,7 @@
-"""Threads that are all there from the start.
+"""A thread pool that starts all threads at once.
 
-Python starts no threads once the interpreter is about to exit, and its own executors take no work then. A
-save that goes on in the background may come to its end just there, so its threads are started with it.
+Python starts no threads when the interpreter is about to exit, and its executors accept no work then. A save
+in the background may still run at that point, so its threads are started with it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Threads:
-    """A few threads that do what they are given, in its order.
+    """Threads that call submitted functions in order.
 
     Args:
-        size: How many threads.
-        name: What they are called.
+        size: The number of threads.
+        name: The prefix of their names.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -30,23 +30,23 @@ class Threads:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(size):
-                # No daemons: one that is cut off at exit would leave a file half written.
+                # Not daemons: one that is killed at exit would leave a partial file.
                 thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
-            self.close()  # those that have started would wait for ever
+            self.close()  # started threads would wait forever
             raise
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Have a function called.
+        """Submit a function.
 
         Args:
-            function: What to call.
+            function: The function to call.
             *args: Its arguments.
 
         Returns:
-            What it returns, or raises, later.
+            The future of its result or error.
         """
         future: Future[_T] = Future()
         self._jobs.put((future, function, args))
@@ -74,7 +74,7 @@ class Threads:
             future, function, args = job
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # whoever waits for the result gets it
+            except BaseException as error:  # raised to the caller of `result`
                 future.set_exception(error)
             # Otherwise these locals would keep the last job's tensors alive until the next job comes.
             del job, future, function, args

@@ -1,9 +1,9 @@
-"""Values of common types in states, written as plain ones, so that a file loads with `weights_only`.
+"""Encode values of common types in states as plain values, so that a file loads with `weights_only`.
 
-    ("accel_ckpt.value", kind, content)     stands for a value, such as a Path or a member of an Enum
+    ("accel_ckpt.value", kind, content)     encodes a value, such as a Path or a member of an Enum
 
-Enums, namedtuples and dataclasses are found by name among the modules that are imported already. Nothing is
-imported for a file, and neither their constructors nor their other methods are called.
+Enums, namedtuples and dataclasses are looked up by name in modules that are already imported. Nothing is
+imported for a file, and neither their constructors nor other methods are called.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
 from accel_ops.trees.walk import is_namedtuple, rebuild
 
-_MARK = "accel_ckpt.value"
+_TAG = "accel_ckpt.value"
 _PLAIN = {type(None), bool, int, float, str, bytes, bytearray, torch.Size, torch.dtype, torch.device}
 _MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple, Counter, OrderedDict)
 }
 
-# For each type its kind in a file, what stands for a value, and what makes the value of that.
+# For each type its kind in a file, the function that encodes a value, and the one that decodes it.
 _KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     date: ("date", date.isoformat, date.fromisoformat),
     datetime: (
@@ -69,7 +69,7 @@ _KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     deque: ("deque", lambda value: (list(value), value.maxlen), lambda it: deque(*it)),
     PurePosixPath: ("PurePosixPath", str, PurePosixPath),
     PureWindowsPath: ("PureWindowsPath", str, PureWindowsPath),
-    # Those of this system, whatever it was saved on.
+    # Decoded as the type of this system, whatever it was saved on.
     PosixPath: ("Path", PurePath.as_posix, Path),
     WindowsPath: ("Path", PurePath.as_posix, Path),
 }
@@ -82,14 +82,14 @@ class _UnfitError(Exception):
 
 
 def encode(state: Any, what: str) -> Any:
-    """Return a state with plain values in the places of those that are not; the state itself if all are.
+    """Return a state in which other values are encoded as plain ones; the state itself if all are plain.
 
     Args:
-        state: What a `state_dict` returned.
-        what: Of what, for the message.
+        state: The result of a `state_dict`.
+        what: The name of the object, for the message.
 
     Raises:
-        ValueError: If there is a value of a type that no load would take; it says where.
+        ValueError: If a value has a type that no load would accept; it says where.
     """
     try:
         return _encode(state, (), {})
@@ -101,17 +101,17 @@ def encode(state: Any, what: str) -> Any:
             way = ".as_subclass(torch.Tensor)"
         raise ValueError(
             f"{what} cannot be saved: its state{place} is of type {kind.__module__}.{kind.__qualname__}, "
-            f"which no load would take. Have state_dict() return plain values instead ({way}), and "
-            "load_state_dict() make the object of them; or allow the type here and in the run that loads: "
-            f"torch.serialization.add_safe_globals([{kind.__qualname__}])."
+            f"which no load would accept. Return plain values from state_dict() instead ({way}), and "
+            "build the object from them in load_state_dict(); or allow the type here and in the run that "
+            f"loads: torch.serialization.add_safe_globals([{kind.__qualname__}])."
         ) from None
 
 
 def decode(state: Any) -> Any:
-    """Return a state with the values that `encode` has replaced; the state itself if there are none.
+    """Return a state with the values that `encode` encoded; the state itself if there are none.
 
     Raises:
-        CheckpointError: If one cannot be made; it says which.
+        CheckpointError: If a value cannot be decoded; it says which.
     """
     return _decode(state, {})
 
@@ -120,12 +120,12 @@ def _encode(node: Any, path: tuple[Any, ...], seen: dict[int, tuple[Any, Any]]) 
     kind = type(node)
     if kind in _PLAIN:
         return node
-    # Of a class that is not torch's, one tensor tells of all.
+    # For a class that is not torch's, checking one tensor is enough.
     if isinstance(node, torch.Tensor) and (kind.__module__.partition(".")[0] == "torch" or id(kind) in seen):
         return node
     if id(node) in seen:
         return seen[id(node)][1]
-    # With the node, as the id of one that is freed may be another's. Itself until it is done, as it may hold
+    # With the node, as the id of a freed one may be reused. Itself until it is encoded, as it may contain
     # itself.
     seen[id(node)] = node, node
     seen[id(node)] = node, _encoded(node, kind, path, seen)
@@ -141,27 +141,27 @@ def _encoded(node: Any, kind: type, path: tuple[Any, ...], seen: dict[int, tuple
 
     if kind is list or kind is tuple:
         values = all_of(node, range(len(node)))
-        if kind is tuple and node and type(node[0]) is str and node[0] == _MARK:
-            return _MARK, "tuple", values
+        if kind is tuple and node and type(node[0]) is str and node[0] == _TAG:
+            return _TAG, "tuple", values
         return node if _are_same(values, node) else kind(values)
     if kind in _MAPPINGS.values():
         keys, values = all_of(node, node), all_of(node.values(), node)
         if not _are_same(keys, node):
-            return _MARK, kind.__name__, list(zip(keys, values, strict=True))
+            return _TAG, kind.__name__, list(zip(keys, values, strict=True))
         return node if _are_same(values, node.values()) else rebuild(node, values)
     if kind is set:
         members = list(node)
         values = all_of(members, members)
-        return node if _are_same(values, members) else (_MARK, "set", values)
-    if kind in _KINDS and getattr(node, "key", "") is not None:  # a ZoneInfo of a file has no key
+        return node if _are_same(values, members) else (_TAG, "set", values)
+    if kind in _KINDS and getattr(node, "key", "") is not None:  # a ZoneInfo from a file has no key
         name, to_plain, _ = _KINDS[kind]
-        return _MARK, name, _encode(to_plain(node), path, seen)
+        return _TAG, name, _encode(to_plain(node), path, seen)
     if kind is defaultdict and (node.default_factory is None or node.default_factory in _FACTORIES.values()):
         factory = node.default_factory and node.default_factory.__name__
-        return _MARK, "defaultdict", (factory, _encode(list(node.items()), path, seen))
+        return _TAG, "defaultdict", (factory, _encode(list(node.items()), path, seen))
     if (content := _content_by_name(node, kind)) is not None:
-        return _MARK, content[0], (kind.__module__, kind.__qualname__, _encode(content[1], path, seen))
-    if _is_array(node) or _loads(node):
+        return _TAG, content[0], (kind.__module__, kind.__qualname__, _encode(content[1], path, seen))
+    if _is_array(node) or _is_loadable(node):
         if isinstance(node, torch.Tensor):
             seen[id(kind)] = kind, kind
         return node
@@ -169,11 +169,11 @@ def _encoded(node: Any, kind: type, path: tuple[Any, ...], seen: dict[int, tuple
 
 
 def _content_by_name(node: Any, kind: type) -> tuple[str, Any] | None:
-    """What stands for an object whose class is found by its name, if its state is that alone."""
+    """Encode an object by the name of its class, if this is its complete state."""
     if _find(kind.__module__, kind.__qualname__) is not kind:
         return None
     if isinstance(node, Enum):
-        # Values change more often than names, as with auto(). A combined flag has no name that is looked up.
+        # Values change more often than names, as with auto(). A combined flag has no name to look up.
         named = node.name in kind.__members__
         return ("enum", node.name) if named else ("enum value", node.value)
     attributes = getattr(node, "__dict__", {})
@@ -195,15 +195,15 @@ def _decode(node: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     seen[id(node)] = node, node
     children = node if kind in (list, tuple) else node.values()
     values = [value if type(value) in _PLAIN else _decode(value, seen) for value in children]
-    if kind is tuple and len(node) == 3 and type(node[0]) is str and node[0] == _MARK:
-        result = _made(node[1], values[2])
+    if kind is tuple and len(node) == 3 and type(node[0]) is str and node[0] == _TAG:
+        result = _construct(node[1], values[2])
     else:
         result = node if _are_same(values, children) else rebuild(node, values)
     seen[id(node)] = node, result
     return result
 
 
-def _made(kind: str, content: Any) -> Any:
+def _construct(kind: str, content: Any) -> Any:
     try:
         if kind in _MAPPINGS:
             return _MAPPINGS[kind](dict(content))
@@ -212,29 +212,29 @@ def _made(kind: str, content: Any) -> Any:
         if kind == "defaultdict":
             return defaultdict(content[0] and _FACTORIES[content[0]], content[1])
         if kind in ("enum", "enum value", "namedtuple", "dataclass"):
-            return _made_by_name(kind, *content)
+            return _construct_by_name(kind, *content)
         return next(make for name, _, make in _KINDS.values() if name == kind)(content)
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The checkpoint has a value of the kind {kind!r} that cannot be made here: {content!r} "
+            f"The checkpoint has a value of the kind {kind!r} that cannot be decoded: {content!r} "
             f"({type(error).__name__}: {error})."
         ) from error
 
 
-def _made_by_name(kind: str, module: str, name: str, content: Any) -> Any:
-    found = _find(module, name)
-    wanted: dict[str, Callable[[Any], bool]] = {
+def _construct_by_name(kind: str, module: str, name: str, content: Any) -> Any:
+    resolved = _find(module, name)
+    checks: dict[str, Callable[[Any], bool]] = {
         "enum": lambda it: issubclass(it, Enum),
         "enum value": lambda it: issubclass(it, Enum),
         "namedtuple": lambda it: issubclass(it, tuple) and hasattr(it, "_fields"),
         "dataclass": _is_dataclass,
     }
-    if not isinstance(found, type) or not wanted[kind](found):
+    if not isinstance(resolved, type) or not checks[kind](resolved):
         raise CheckpointError(
             f"The checkpoint has a value of the class {module}.{name}, and no imported module has such a "
             "class. Import the module before load_state, or define the class there."
         )
-    cls: Any = found
+    cls: Any = resolved
     if kind == "enum":
         return cls.__members__[content]
     if kind == "enum value":
@@ -247,21 +247,21 @@ def _made_by_name(kind: str, module: str, name: str, content: Any) -> Any:
         raise ValueError(f"{name} has other fields")
     made = object.__new__(cls)
     for field, value in content.items():
-        object.__setattr__(made, field, value)  # also where the class is frozen
+        object.__setattr__(made, field, value)  # also if the class is frozen
     return made
 
 
 def _find(module: str, name: str) -> Any:
-    """Find what a module that is imported has under a qualified name, without running code of it."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        # Not getattr, as a module may import others for it.
-        found = getattr(found, "__dict__", {}).get(part)
-    return found
+    """Look up a qualified name in an imported module, without running its code."""
+    resolved: Any = sys.modules.get(module)
+    for attribute in name.split("."):
+        # Not getattr, which may import other modules.
+        resolved = getattr(resolved, "__dict__", {}).get(attribute)
+    return resolved
 
 
 def _is_dataclass(kind: type) -> bool:
-    # What is made of a file must not act when it is freed.
+    # An object from a file must not run code when it is freed.
     return dataclasses.is_dataclass(kind) and not hasattr(kind, "__del__") and kind.__new__ is object.__new__
 
 
@@ -271,7 +271,7 @@ def _are_same(first: Any, second: Any) -> bool:
 
 def _is_array(node: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    # Not objects and records, whose elements are pickles of anything.
+    # Not objects and records, whose elements may be any pickle.
     return (
         numpy is not None
         and (type(node) is numpy.ndarray or isinstance(node, numpy.generic))
@@ -279,8 +279,8 @@ def _is_array(node: Any) -> bool:
     )
 
 
-def _loads(node: Any) -> bool:
-    """Whether a load takes a value of another type, as of torch's own and those that the user has allowed."""
+def _is_loadable(node: Any) -> bool:
+    """Whether a load accepts a value of another type: one of torch, or one that the user has allowed."""
     file = io.BytesIO()
     try:
         torch.save(node, file)

@@ -1,4 +1,4 @@
-"""Writing files of a checkpoint: their bytes are digested and flushed to the disk while more is written."""
+"""Writing files of a checkpoint, which are digested and flushed to the disk in the background."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from accel_ckpt.files.piece_file import PieceFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.threads import Threads
 
-_FLUSH_BYTES = 2**26  # how far the disk is behind at most, before a flush begins
+_FLUSH_BYTES = 2**26  # unflushed bytes of a file before a flush begins
 
 
 @dataclass
 class _Written:
     chunks: tuple[str, ...] = ()
-    read_back: list[Future[str]] = field(default_factory=list)  # chunks of what something else has written
-    size: int = 0  # as far as it is written
+    read_back: list[Future[str]] = field(default_factory=list)  # chunks of a file that something else wrote
+    size: int = 0  # written so far
     flushed: list[Future[None]] = field(default_factory=list)
     identity: tuple[int, int, int] | None = None  # size, time and inode when it was complete
-    linked: bool = False  # whether another checkpoint has the same file
+    linked: bool = False  # whether it is a hard link to a file of another checkpoint
 
 
 class Writer:
-    """Writes files for a manifest, and knows their digests when they are written.
+    """Writes files, and collects their entries for the manifest.
 
     Args:
-        progress: Where written bytes are counted.
+        progress: Counts the written bytes.
         chunk_bytes: Size of a digested chunk.
     """
 
@@ -51,60 +51,59 @@ class Writer:
 
     @contextmanager
     def open(self, path: Path, cached: bool = False) -> Iterator[IO[bytes]]:
-        """Open a new file to be written from its beginning to its end.
+        """Open a new file that is written sequentially.
 
         Args:
-            path: Where it is.
-            cached: Whether the system's cache keeps it. If not, it is written past the cache, where that is
-                possible.
+            path: Its path.
+            cached: Whether to write through the page cache; otherwise it is bypassed where possible.
 
         Yields:
             The file.
 
         Raises:
-            OSError: If the disk does not take it.
+            OSError: If it cannot be written.
         """
         written = _Written()
         if path in self._files and self._files[path].linked:
-            path.unlink()  # or the file of the other checkpoint would be cut off
-        wrote = partial(self._wrote, path, written, cached)
-        with closing(PieceFile(path, self._write, self._chunk_bytes, cached, wrote)) as file:
+            path.unlink()  # or the file of the other checkpoint would be truncated
+        on_written = partial(self._count_written, path, written, cached)
+        with closing(PieceFile(path, self._write, self._chunk_bytes, cached, on_written)) as file:
             try:
                 yield cast("IO[bytes]", file)
                 written.chunks = file.finish()
             except Exception as error:
-                # An error that stays at the file would keep it: its traceback has the file.
+                # Cleared, as the error's traceback refers to the file, which would never be freed.
                 cause, file.error = file.error, None
                 if cause is None or cause is error:
                     raise
-                raise cause from error  # torch.save says nothing of a full disk
+                raise cause from error  # torch.save does not mention a full disk
         self._complete(path, written)
 
-    def follow(self, path: Path) -> None:
-        """Add a file that something else has written to its end.
+    def add_existing(self, path: Path) -> None:
+        """Add a complete file that something else wrote.
 
         Args:
-            path: Where it is.
+            path: Its path.
         """
         written = _Written()
-        # Out of the system's cache, as a rule.
+        # Usually still in the page cache.
         for start in range(0, path.stat().st_size, self._chunk_bytes):
             written.read_back.append(
-                # Not a callback of the future: that would keep this writer, which keeps it, in a cycle.
+                # Not a callback of the future, which would create a reference cycle with this writer.
                 self._digest.submit(_digest_and_count, path, start, self._chunk_bytes, self._progress)
             )
         self._complete(path, written)
 
     def digest(self, path: Path, start: int, length: int) -> Future[str]:
-        """Have a chunk of a file digested by this writer's threads.
+        """Digest a chunk of a file in this writer's threads.
 
         Args:
-            path: Where the file is.
-            start: Where the chunk begins, in bytes.
-            length: How long it is, unless the file ends before.
+            path: The path of the file.
+            start: The start of the chunk, in bytes.
+            length: Its length, unless the file ends before.
 
         Returns:
-            Its digest, or an OSError, later.
+            The future of its digest, or of an OSError.
         """
         return self._digest.submit(digest_chunk, path, start, length)
 
@@ -112,28 +111,28 @@ class Writer:
         """Add a file that is a link to one of another checkpoint.
 
         Args:
-            path: Where it is.
-            chunks: Its digests, which have been checked.
+            path: Its path.
+            chunks: Its verified digests.
         """
         written = _Written(tuple(chunks), linked=True)
         self._progress.add(self._chunk_bytes * len(written.chunks))
         self._complete(path, written)
 
     def entries(self, folder: Path) -> list[FileEntry]:
-        """Wait until all files are digested and flushed.
+        """Wait until all files are digested and flushed, and return their entries.
 
         Args:
             folder: The checkpoint's folder.
 
         Returns:
-            What the manifest says about each file that is still as it was written.
+            The manifest's entry of each file that is unchanged since it was written.
 
         Raises:
-            OSError: If a file cannot be read back, or the disk does not take it.
-            CorruptCheckpointError: If something has changed a linked file since.
+            OSError: If a file cannot be read back, or not be written.
+            CorruptCheckpointError: If a linked file was changed.
         """
         for written in self._files.values():
-            # An error of the disk often shows in fsync alone, so that every flush's result is asked for.
+            # Disk errors often show only in fsync, so every flush's result is checked.
             for flushed in written.flushed:
                 flushed.result()
         described = []
@@ -143,7 +142,7 @@ class Writer:
             identity = _identity(path) if path.exists() else None
             if written.linked and identity != written.identity and identity and written.identity:
                 _check_replaced(path, identity[-1], written.identity[-1])
-            # A hook may have rewritten the file since: `seal` then digests it anew.
+            # A hook may have rewritten the file: `seal` then digests it again.
             if identity is not None and written.identity == identity:
                 described.append(FileEntry(name, path.stat().st_size, role_of(name), chunks))
         return described
@@ -153,8 +152,8 @@ class Writer:
         for threads in (self._digest, self._write, self._flush):
             threads.close()
 
-    def _wrote(self, path: Path, written: _Written, cached: bool, size: int) -> None:
-        """Count what is written of a file, and have it flushed now and then if it is in the cache."""
+    def _count_written(self, path: Path, written: _Written, cached: bool, size: int) -> None:
+        """Count the written bytes of a file, and flush it regularly if it is in the page cache."""
         self._progress.add(size)
         written.size += size
         if cached and (len(written.flushed) + 1) * _FLUSH_BYTES <= written.size:
@@ -167,7 +166,7 @@ class Writer:
 
 
 def _flush_if_there(path: Path) -> None:
-    with suppress(FileNotFoundError):  # a hook has deleted it since, or another file took its place
+    with suppress(FileNotFoundError):  # a hook has deleted or replaced it
         flush(path)
 
 
@@ -180,8 +179,8 @@ def _digest_and_count(path: Path, start: int, chunk_bytes: int, progress: Progre
 def _check_replaced(path: Path, inode: int, linked: int) -> None:
     if inode == linked:
         raise CorruptCheckpointError(
-            f"{path.name} was changed while it was linked, and with it the file of the earlier checkpoint. A "
-            "hook that writes such a file must delete it first."
+            f"{path.name} was changed while it was linked, and with it the file of the previous checkpoint. "
+            "A hook that writes such a file must delete it first."
         )
 
 

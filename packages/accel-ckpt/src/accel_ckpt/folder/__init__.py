@@ -1,1 +1,1 @@
-"""A checkpoint folder: complete or absent, written by all processes together."""
+"""A checkpoint folder: complete or absent, written by all processes."""

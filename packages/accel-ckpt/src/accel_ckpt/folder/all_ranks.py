@@ -1,4 +1,4 @@
-"""Steps of several processes, each of which fails on all of them or on none."""
+"""Steps of all ranks that succeed everywhere or raise everywhere."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _T = TypeVar("_T")
 
 
 def raise_if_any_failed(error: Exception | None, process: ProcessInfo, task: str, group: Any = None) -> None:
-    """Let all processes know whether one of them failed. Every process must call this.
+    """Raise on every process if any of them failed. Every process must call this.
 
     Args:
-        error: What went wrong here; None if nothing did.
+        error: The error of this process; None if it has none.
         process: This process.
         task: What was done, for the message ("writing the checkpoint").
-        group: The process group of the collective, for saves in the background; by default that of the run.
+        group: The process group of the collective, for saves in the background; by default the default group.
 
     Raises:
         Exception: `error`, on the processes that have one.
-        CheckpointError: On all others, if some process failed; it names each of these and its error.
+        CheckpointError: On the other processes, if any failed; it names each failed process and its error.
     """
-    # Texts, not the exceptions: an exception may hold what does not pickle, or a type that others lack.
+    # Text, not the exceptions: they may not pickle, or have a type that another process does not have.
     reports: list[str | None] = [None]
     if process.world_size > 1:
         report = None if error is None else f"{type(error).__name__}: {error}"
@@ -42,10 +42,10 @@ def raise_if_any_failed(error: Exception | None, process: ProcessInfo, task: str
 
 
 def all_gather_object(value: Any, process: ProcessInfo, group: Any = None) -> list[Any]:
-    """Give every process what each of them has. Every process must call this.
+    """Return the value of every process, on every process. Every process must call this.
 
     Args:
-        value: What this one has; it must pickle.
+        value: The value of this process; it must pickle.
         process: This process.
         group: As for `raise_if_any_failed`.
 
@@ -60,16 +60,16 @@ def all_gather_object(value: Any, process: ProcessInfo, group: Any = None) -> li
 
 
 def run_on_all_ranks(function: Callable[[], _T], process: ProcessInfo, task: str, group: Any = None) -> _T:
-    """Call a function on every process, and agree on how it went.
+    """Call a function on every process, and raise on every process if it failed on any.
 
     Args:
-        function: What to do here.
+        function: The function of this process.
         process: This process.
-        task: What it is, for the message.
+        task: What it does, for the message.
         group: As for `raise_if_any_failed`.
 
     Returns:
-        What the function returned here.
+        What the function returned on this process.
 
     Raises:
         Exception: As `raise_if_any_failed`.
@@ -84,18 +84,18 @@ def run_on_all_ranks(function: Callable[[], _T], process: ProcessInfo, task: str
 
 
 def run_on_main(function: Callable[[], _T], process: ProcessInfo, task: str) -> _T:
-    """Call a function on the first process, and give its result to all.
+    """Call a function on the main process, and return its result on all.
 
     Args:
-        function: What to do there; the result must pickle.
+        function: The function; its result must pickle.
         process: This process.
-        task: What it is, for the message.
+        task: What it does, for the message.
 
     Returns:
-        What the function returned on the first process.
+        What the function returned on the main process.
 
     Raises:
-        Exception: What the function raised, on the first process; a CheckpointError with it on the others.
+        Exception: What the function raised, on the main process; a CheckpointError with it on the others.
     """
     if process.world_size == 1:
         return function()
@@ -106,7 +106,7 @@ def run_on_main(function: Callable[[], _T], process: ProcessInfo, task: str) -> 
             box = [(function(), None)]
         except Exception as caught:
             error = caught
-            # Sent also after an error: the others wait in the broadcast.
+            # Sent after an error too: the other ranks wait in the broadcast.
             box = [(None, f"{type(caught).__name__}: {caught}")]
     broadcast_object_list(box, process=process)
     result: _T

@@ -1,16 +1,16 @@
-"""Making a checkpoint folder appear whole: the protocol on the disk, for one process that owns the folder.
+"""Commit a checkpoint folder atomically: the protocol on the disk, for the one process that commits.
 
 1. Everything is written into a *staging* folder beside the target, `.<name>.staging-<token>`.
 2. `seal`: every file is flushed to the disk; then the manifest is written, whose presence says "complete".
-3. `commit`: one rename makes the staging folder the target. A checkpoint that was there is renamed aside
+3. `commit`: one rename makes the staging folder the target. An existing checkpoint is renamed
    first (`.<name>.replaced-<token>`) and deleted afterwards.
 
-Killed anywhere, there is the old checkpoint, the new one, or both. In the moment between the two renames of
-step 3 there is nothing under the target's own name; `recovery.find` then returns the sealed new one.
+If the process is killed at any point, the old checkpoint, the new one, or both exist. Between the two renames
+of step 3 nothing has the target's name; `recovery.find` then returns the sealed new one.
 
-A target that cannot be renamed as a whole (a mount point, the current folder), or in which other files live,
-is committed in place: the staging folder lies inside the target, and its sealed files are moved out of it one
-by one. Once sealed, `recovery.find` finishes a move that was interrupted or has failed.
+A target that cannot be renamed (a mount point, the current folder), or that contains other files, is
+committed in place: the staging folder is inside the target, and its sealed files are moved out of it one by
+one. Once sealed, `recovery.find` finishes a move that was interrupted or has failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from accel_ckpt.folder.recovery import discard, folders_of, is_needed, move_out,
 
 
 def new_token() -> str:
-    """Return a name for one save, with the machine and the process that work on it."""
+    """Return a name for one save, with the machine and the process that make it."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -52,38 +52,41 @@ def staging_path(target: Path, token: str) -> Path:
 
 
 def seal(
-    staging: Path, facts: Mapping[str, Any], writer: Writer | None = None, known: Iterable[FileEntry] = ()
+    staging: Path,
+    facts: Mapping[str, Any],
+    writer: Writer | None = None,
+    described: Iterable[FileEntry] = (),
 ) -> None:
     """Flush a finished staging folder to the disk and write its manifest.
 
     Args:
         staging: The folder.
         facts: What to record about the run; JSON values.
-        writer: What has written files of it, and goes on here; by default a new one.
-        known: Files that other processes have written, flushed and described.
+        writer: The writer of its files, which is used further; by default a new one.
+        described: Files that other processes have written, flushed and described.
 
     Raises:
-        OSError: If the disk does not take it.
-        CheckpointError: If there is something else than files and folders, or a name that no load takes.
+        OSError: If the disk cannot write it.
+        CheckpointError: If it contains anything but files and folders, or a name that no load accepts.
     """
     if writer is None:
         with closing(Writer()) as writer:
-            seal(staging, facts, writer, known)
+            seal(staging, facts, writer, described)
         return
     names = manifest.files_in(staging)
     _check_names(names)
-    # A machine with a disk of its own has other files under these names, or none.
-    # Sizes are enough here: each process digests what it has written, and a load compares the digests.
-    elsewhere = {entry.path: entry for entry in known if _is_here(staging, entry)}
-    entries = elsewhere | {entry.path: entry for entry in writer.entries(staging)}
+    # A machine with its own disk has other files under these names, or none.
+    # Sizes are enough here: each process digests the files it writes, and a load compares the digests.
+    from_others = {entry.path: entry for entry in described if _is_here(staging, entry)}
+    entries = from_others | {entry.path: entry for entry in writer.entries(staging)}
     for name in names:
-        if name not in entries:  # a hook has written it, or another process with a writer of its own
-            writer.follow(staging / name)
-    # Asked for again, as the writer has taken up more files since.
+        if name not in entries:  # written by a hook, or by another process with its own writer
+            writer.add_existing(staging / name)
+    # Read again, as more files were added to the writer.
     entries |= {entry.path: entry for entry in writer.entries(staging)}
     manifest.write(staging, manifest.Manifest(tuple(entries[name] for name in names), dict(facts)))
-    # After the manifest: a folder's entry for it must be on the disk too,
-    # before the rename that counts on it.
+    # After the manifest: the folder's entry for it must be on the disk too,
+    # before the rename that relies on it.
     for folder in folders_of(staging, names):
         flush(folder)
 
@@ -100,7 +103,8 @@ def commit(staging: Path, target: Path) -> None:
             staging folder, where `recovery.find` finds it.
     """
     try:
-        # Where staging lies says how it is committed; staging_path has decided that when the save began.
+        # The place of the staging folder decides how it is committed; staging_path chose it when the save
+        # began.
         if staging.parent == target:
             move_out(staging, target)
         else:
@@ -110,10 +114,10 @@ def commit(staging: Path, target: Path) -> None:
             raise
         raise OSError(
             error.errno,
-            f"{error.strerror or error}: the checkpoint is written, and could not be put in its place. It is "
-            f"kept in {staging}; load_state({str(target)!r}) and the next save there go on from it",
+            f"{error.strerror or error}: the checkpoint is written, but could not be moved to its place. It "
+            f"is kept in {staging}; load_state({str(target)!r}) and the next save to that folder use it",
         ) from error
-    # Only now: what an earlier save has left may have been the only checkpoint.
+    # Only now: what an interrupted save left may have been the only checkpoint.
     sweep(target)
 
 
@@ -122,27 +126,27 @@ def _check_names(names: Iterable[str]) -> None:
     if unfit:
         raise CheckpointError(
             f"a checkpoint cannot hold {', '.join(map(repr, unfit))}: with a backslash, or a drive letter "
-            "such as 'C:', it leads out of the folder on Windows. Have the hook that writes it use another "
-            "name."
+            "such as 'C:', it leads out of the folder on Windows. Use another name in the hook that "
+            "writes it."
         )
 
 
 def _swap(staging: Path, target: Path) -> None:
     token = staging.name.rpartition(".staging-")[2]
-    # The same token, so that recovery sees which process may still be at work on it.
-    aside = target.parent / f".{target.name}.replaced-{token}"
-    replaces = target.exists()
-    if replaces:
-        os.rename(target, aside)
+    # The same token, so that recovery knows which process may still be using it.
+    replaced = target.parent / f".{target.name}.replaced-{token}"
+    exists = target.exists()
+    if exists:
+        os.rename(target, replaced)
     try:
         os.rename(staging, target)
     except OSError:
-        if replaces:
-            os.rename(aside, target)
+        if exists:
+            os.rename(replaced, target)
         raise
-    # The names are on the disk before the old checkpoint goes.
+    # The names are on the disk before the old checkpoint is deleted.
     flush(target.parent)
-    discard(aside)
+    discard(replaced)
 
 
 def _is_replaceable(target: Path) -> bool:
@@ -152,36 +156,36 @@ def _is_replaceable(target: Path) -> bool:
         raise CheckpointError(f"{target} is a file. Save into a folder, or delete the file.")
     here = Path.cwd().resolve()
     if (
-        # The current folder and those above it: after a rename the process would stand in the old checkpoint.
+        # The current folder and its parents: after a rename the process would be in the old checkpoint.
         target == here
         or target in here.parents
         or os.path.ismount(target)
         or not os.access(target.parent, os.W_OK)
     ):
         return False
-    return not _strangers(target)
+    return not _has_other_files(target)
 
 
-def _strangers(target: Path) -> bool:
-    """Whether there is something in the folder that no save has put there."""
+def _has_other_files(target: Path) -> bool:
+    """Whether the folder contains files that no save wrote."""
     try:
-        known = manifest.read(target)
+        described = manifest.read(target)
     except CheckpointError:
-        known = None
+        described = None
     for base, folders, names in os.walk(target):
-        # In place, so that os.walk does not go into staging folders of interrupted saves.
+        # In place, so that os.walk does not enter staging folders of interrupted saves.
         folders[:] = [name for name in folders if not name.startswith(".staging-")]
         for name in names:
             path = Path(base, name).relative_to(target).as_posix()
-            mine = path in known.paths() if known else role_of(path) != "other"
-            if not mine and path != MANIFEST:
+            is_ours = path in described.paths() if described else role_of(path) != "other"
+            if not is_ours and path != MANIFEST:
                 return True
     return False
 
 
 def _is_here(staging: Path, entry: FileEntry) -> bool:
     try:
-        found = (staging / entry.path).stat()
+        status = (staging / entry.path).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == entry.size
+    return stat.S_ISREG(status.st_mode) and status.st_size == entry.size

@@ -1,9 +1,9 @@
-"""Incremental saves: a file that would be written with the bytes it has in an earlier checkpoint is linked.
+"""Incremental saves: a file whose bytes are unchanged since the previous checkpoint is hard-linked to it.
 
-A hard link is a second name of the same bytes: either checkpoint can be deleted, and the other is whole.
-Three things have to agree for it: what would be written now, the digests in the earlier manifest, and what
-the disk has under the earlier name. That is read for each link, as somebody may have changed the file since:
-by other threads, each chunk as soon as what would be written is found to have the digest of it.
+A hard link is a second name of the same bytes: either checkpoint can be deleted, and the other stays
+complete. Three things must match: the bytes to write, the digests in the previous manifest, and the bytes on
+the disk under the previous name. The latter are read for each link, as the file may have been changed since:
+other threads read each chunk as soon as the bytes to write match its digest.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _Digest = Callable[[Path, int, int], "Future[str]"]
 
 @dataclass(frozen=True)
 class PreviousCheckpoint:
-    """An earlier checkpoint, to whose files those of a new one may be linked.
+    """The checkpoint that a new one may link files to.
 
     Args:
         folder: Its folder.
-        entries: What its manifest says about each file, by path.
+        entries: The manifest's entry of each file, by path.
     """
 
     folder: Path
     entries: Mapping[str, FileEntry]
 
     def is_small(self, name: str) -> bool:
-        """Whether this checkpoint has a file under this name, and in one chunk."""
+        """Return whether this checkpoint has a file of this name, of one chunk at most."""
         return name in self.entries and self.entries[name].size <= CHUNK_BYTES
 
     def link(
         self, name: str, destination: Path, write: Callable[[IO[bytes]], object], digest: _Digest
     ) -> FileEntry | None:
-        """Link a file, if what would be written is what this checkpoint has under the same name.
+        """Link a file, if this checkpoint has the same bytes under the same name.
 
         Args:
             name: The file's path inside both checkpoints.
             destination: Where the link goes.
-            write: What would write the file; it is called to compare its bytes, as far as they are the same.
-            digest: Has a chunk of a file digested, given its start and length, while this goes on.
+            write: Writes the file; called to compare its bytes, up to the first difference.
+            digest: Digests a chunk of a file in the background, from its start and length.
 
         Returns:
-            What the manifest says about the file; None if nothing is linked, so that it has to be written.
+            The manifest's entry of the file; None if it was not linked and must be written.
 
         Raises:
             Exception: What `write` raises.
@@ -63,10 +63,10 @@ class PreviousCheckpoint:
         entry = self.entries.get(name)
         if entry is None:
             return None
-        # Read after it is linked: whatever takes the earlier name meanwhile, this is what was linked.
+        # Read after linking: another file may take the previous name meanwhile; this is the linked one.
         try:
             os.link(plain_file(self.folder, name), destination)
-        # Another file system, or one without links, or as many as it allows; or the file is gone.
+        # Another file system, or one without links, or its limit is reached; or the file is gone.
         except (OSError, CheckpointError):
             return None
         changed_ns = destination.stat().st_mtime_ns
@@ -79,20 +79,20 @@ class PreviousCheckpoint:
                 return None
             is_intact = _is_intact(destination, name, entry, digests, changed_ns)
         finally:
-            # Or what is written next would go into the file of the earlier checkpoint.
+            # Or the next write would change the file of the previous checkpoint.
             if not is_intact:
                 destination.unlink()
         if not is_intact:
             warn(
-                f"{self.folder} is damaged: {name} there is no longer what was saved. The new checkpoint "
-                "gets the file anew, and is not.",
+                f"{self.folder} is damaged: its {name} is no longer what was saved. The new checkpoint is "
+                "not affected: the file is written again.",
                 about="process",
             )
         return entry if is_intact else None
 
 
 def small_content(write: Callable[[IO[bytes]], object]) -> memoryview | None:
-    """Return what a function writes into a file, or None if it is more than a chunk.
+    """Return the bytes that a function writes, or None if they exceed one chunk.
 
     Args:
         write: The function.
@@ -104,28 +104,28 @@ def small_content(write: Callable[[IO[bytes]], object]) -> memoryview | None:
     try:
         write(content)
     except Exception:
-        # torch.save raises errors of its own when a file takes no more.
+        # torch.save raises its own errors when a write fails.
         if not content.is_full:
             raise
     return None if content.is_full else content.getbuffer()
 
 
 def find_previous(target: Path) -> PreviousCheckpoint | None:
-    """Find the checkpoint to whose files those of a new one may be linked.
+    """Find the checkpoint that a new one may link files to.
 
     Args:
         target: The folder of the new one.
 
     Returns:
-        The newest that is complete, in that folder or beside it; None if there is none, or if its digests
-        are of another kind.
+        The newest complete one, in that folder or next to it; None if there is none, or if it has digests of
+        another algorithm or chunk size.
     """
     newest: tuple[int, Path] | None = None
     for folder in [target, *(target.parent.iterdir() if target.parent.is_dir() else ())]:
         # Hidden ones are being written or deleted.
         if folder != target and folder.name.startswith("."):
             continue
-        with contextlib.suppress(OSError):  # not a checkpoint, or not to be read
+        with contextlib.suppress(OSError):  # not a checkpoint, or not readable
             found = ((folder / MANIFEST).stat().st_mtime_ns, folder)
             newest = found if newest is None else max(newest, found)
     if newest is None:
@@ -140,39 +140,40 @@ def find_previous(target: Path) -> PreviousCheckpoint | None:
 
 
 def _is_intact(path: Path, name: str, entry: FileEntry, digests: list[Future[str]], changed_ns: int) -> bool:
-    """Whether a linked file is what its manifest says, and was since it was linked."""
+    """Whether a linked file matches its manifest entry, and has not changed since it was linked."""
     folder = path.parents[len(Path(name).parts) - 1]
     try:
         found_digests = tuple(chunk.result() for chunk in digests)
-        # After the digests, as a chunk may have changed once it was read. Somebody may have put a link here.
+        # After the digests, as a chunk may change after it was read. The path may have become a symbolic
+        # link.
         status = plain_file(folder, name).stat()
         return (status.st_size, status.st_mtime_ns, found_digests) == (entry.size, changed_ns, entry.chunks)
-    except (OSError, CheckpointError):  # the disk does not give it back
+    except (OSError, CheckpointError):  # the disk cannot read it
         return False
 
 
 def _writes_same_bytes(
     write: Callable[[IO[bytes]], object], entry: FileEntry, on_same_chunk: Callable[[int], object]
 ) -> bool:
-    """Whether a function writes what a manifest says about a file; it is stopped where it does not.
+    """Whether a function writes the bytes of a manifest entry; it is stopped at the first difference.
 
     Args:
         write: The function.
-        entry: What the manifest says.
-        on_same_chunk: Called with the start of each chunk that is the same.
+        entry: The manifest entry.
+        on_same_chunk: Called with the start of each equal chunk.
     """
     compared = _ByteComparison(entry, on_same_chunk)
     try:
         write(cast("IO[bytes]", compared))
     except Exception:
-        # torch.save raises errors of its own when a file takes no more.
+        # torch.save raises its own errors when a write fails.
         if not compared.differs:
             raise
     return compared.is_same()
 
 
 class _ByteComparison(io.RawIOBase):
-    """Takes the bytes of a file, and compares their digests with those of an entry."""
+    """A file that compares the digests of the bytes written to it with those of a manifest entry."""
 
     def __init__(self, entry: FileEntry, on_same_chunk: Callable[[int], object]) -> None:
         self._entry, self._found_same = entry, on_same_chunk
@@ -204,7 +205,7 @@ class _ByteComparison(io.RawIOBase):
 
 
 class _SmallContent(io.BytesIO):
-    """Takes as many bytes as a chunk has."""
+    """A file in memory of one chunk at most."""
 
     is_full = False
 
@@ -216,4 +217,4 @@ class _SmallContent(io.BytesIO):
 
 
 class _DifferentBytesError(Exception):
-    """Raised when the bytes written differ from those of the earlier file, or are more."""
+    """Raised when the bytes written differ from those of the previous file, or exceed them."""

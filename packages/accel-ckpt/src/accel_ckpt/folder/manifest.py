@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint folder: which files it holds, and what their bytes are.
+"""The manifest of a checkpoint folder: its files, with their sizes and digests.
 
 A folder with a readable manifest is complete, because the manifest is written when everything else is on the
-disk. Digests are of chunks of 16 MiB, so that large files are checked by several threads, and a damaged place
-is known to a chunk. Version 1 had sha256 alone; version 2 says which digest it has.
+disk. Each chunk of 16 MiB has a digest, so that several threads check a large file, and damage is located to
+a chunk. Version 1 had only sha256; version 2 names its digest algorithm.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.files.paths import check_inside
 
 FORMAT = "accel-checkpoint"
-# Goes up when an older reader would misread a manifest; facts and the body may gain keys without that. Beside
-# the body there is its digest alone, in every version.
+# Increased when an older reader would misread a manifest; facts and the body may gain keys without that. In
+# every version the document has only the body and its digest.
 VERSION = 2
 
 
@@ -57,40 +57,40 @@ def files_in(folder: Path, *, strict: bool = True) -> list[str]:
 
     Args:
         folder: The folder.
-        strict: False to leave out what is neither a file nor a folder, such as a link.
+        strict: False to skip anything that is neither a file nor a folder, such as a link.
 
     Returns:
         Paths inside the folder, sorted, without the manifest.
 
     Raises:
-        CheckpointError: If there is something else than files and folders, in a strict listing.
+        CheckpointError: If a strict listing finds anything but files and folders.
     """
-    found = []
-    for base, names, files in os.walk(folder):
+    names = []
+    for base, folders, files in os.walk(folder):
         inside = Path(base).relative_to(folder).as_posix() + "/"
-        for name in (*names, *files):
-            # Not by a Path for each, as there may be tens of thousands.
+        for name in (*folders, *files):
+            # No Path for each, as there may be tens of thousands.
             path = os.path.join(base, name)
             # lstat: a link is reported as one, wherever it leads.
             mode = os.lstat(path).st_mode
             if strict and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(
-                    f"{path} is {kind_of(mode)}; a checkpoint holds files and folders alone. Write the file "
-                    "itself."
+                    f"{path} is {kind_of(mode)}; a checkpoint contains only files and folders. Write the "
+                    "file itself."
                 )
             if stat.S_ISREG(mode):
-                found.append(f"{inside}{name}".removeprefix("./"))
-    return sorted(name for name in found if name != MANIFEST)
+                names.append(f"{inside}{name}".removeprefix("./"))
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into its folder, flushed to the disk, in one step.
+    """Write the manifest into its folder atomically, flushed to the disk.
 
     Args:
         folder: The folder.
         manifest: Its manifest.
     """
-    # Its presence says "complete", so it appears whole and last.
+    # Its presence says "complete", so it is written last and atomically.
     with replacing(folder / MANIFEST) as draft, open(draft, "wb") as file:
         file.write(_encode(manifest))
 
@@ -115,14 +115,15 @@ def read(folder: Path) -> Manifest | None:
         folder: The folder.
 
     Returns:
-        The manifest; None if there is none, because something else wrote the folder.
+        The manifest; None if there is none, because another implementation wrote the folder.
 
     Raises:
         CorruptCheckpointError: If it was damaged, or names a file outside of the folder.
         CheckpointError: If a later version wrote it.
     """
     path = folder / MANIFEST
-    # A dangling link does not "exist", and is an error in plain_file rather than a folder without a manifest.
+    # A dangling link does not "exist": plain_file raises for it, rather than taking it for a missing
+    # manifest.
     if not path.exists() and not path.is_symlink():
         return None
     with open(plain_file(folder, MANIFEST), "rb") as file:
@@ -145,29 +146,29 @@ def _encode(manifest: Manifest) -> bytes:
             for entry in manifest.files
         ],
     }
-    return _document(_spelled(body, "\n "))
+    return _document(_to_json(body, "\n "))
 
 
 def _document(body: str) -> bytes:
-    """Return the whole text of a manifest.
+    """Return the full text of a manifest.
 
     Args:
         body: Its body, indented as it is inside the document.
     """
-    # The digest is of the body alone, as a text cannot hold its own digest, and of it with one blank less on
-    # each line. In JSON no text has a new line, so that this takes from the indentation alone.
-    # Fixed spacing and ASCII: `_decode` compares the file with this spelling of it byte by byte.
-    alone = body.replace("\n ", "\n").encode("ascii") + b"\n"
-    text = f'{{\n "manifest": {body},\n "sha256": "{hashlib.sha256(alone).hexdigest()}"\n}}\n'
+    # The digest covers only the body, as a text cannot contain its own digest, and with one space less on
+    # each line. JSON strings have no new lines, so this only affects the indentation.
+    # Fixed spacing and ASCII: `_decode` compares the file with this text byte by byte.
+    dedented = body.replace("\n ", "\n").encode("ascii") + b"\n"
+    text = f'{{\n "manifest": {body},\n "sha256": "{hashlib.sha256(dedented).hexdigest()}"\n}}\n'
     return text.encode("ascii")
 
 
-def _spelled(value: Any, line: str) -> str:
-    """Return what json.dumps(value, indent=1) does, which leaves garbage in cycles.
+def _to_json(value: Any, line: str) -> str:
+    """Return what json.dumps(value, indent=1) does, without leaving reference cycles.
 
     Args:
         value: A JSON value.
-        line: A new line, with the indentation of the value.
+        line: A newline, with the indentation of the value.
     """
     inner = f"{line} "
     if not value or not isinstance(value, dict | list | tuple):
@@ -177,26 +178,26 @@ def _spelled(value: Any, line: str) -> str:
         text = json.dumps(value, separators=(f",{inner}", ": "))
         return f"{text[0]}{inner}{text[1:-1]}{line}{text[-1]}"
     if isinstance(value, dict):
-        # json spells the keys too, as it has rules for those that are no texts.
-        items = [json.dumps({key: 0})[1:-2] + _spelled(child, inner) for key, child in value.items()]
+        # json writes the keys too, as it has rules for keys that are not strings.
+        items = [json.dumps({key: 0})[1:-2] + _to_json(child, inner) for key, child in value.items()]
         return f"{{{inner}{f',{inner}'.join(items)}{line}}}"
-    return f"[{inner}{f',{inner}'.join(_spelled(child, inner) for child in value)}{line}]"
+    return f"[{inner}{f',{inner}'.join(_to_json(child, inner) for child in value)}{line}]"
 
 
 def _decode(raw: bytes, path: Path) -> Manifest:
-    damaged = f"{path} is damaged. Load another checkpoint, or copy this one anew."
+    damaged = f"{path} is damaged. Load another checkpoint, or copy this one again."
     try:
         document = json.loads(raw)
         body = document["manifest"]
-        # Byte by byte, not the digest alone: JSON says the same in several spellings.
-        if _document(_spelled(body, "\n ")) != raw:
+        # Byte by byte, not only the digest: JSON can write one value in several ways.
+        if _document(_to_json(body, "\n ")) != raw:
             raise ValueError("digest")
         if body["format"] == FORMAT and body["version"] > VERSION:
             raise CheckpointError(
                 f"{path} has version {body['version']}, and accel-ckpt here reads up to {VERSION}: update it."
             )
-        known = body["digest"] in (*ALGORITHMS,)  # also where it is no text
-        if not (isinstance(body["facts"], dict) and body["chunk_bytes"] > 0 and known):
+        is_known = body["digest"] in (*ALGORITHMS,)  # also if it is not a string
+        if not (isinstance(body["facts"], dict) and body["chunk_bytes"] > 0 and is_known):
             raise ValueError("facts, chunk_bytes or digest")
         files = tuple(FileEntry(f["path"], f["size"], f["role"], tuple(f["chunks"])) for f in body["files"])
         return Manifest(files, body["facts"], body["chunk_bytes"], body["digest"], body["version"])

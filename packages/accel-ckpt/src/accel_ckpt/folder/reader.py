@@ -1,4 +1,4 @@
-"""A checkpoint folder that is being read: found, checked, and asked for its files."""
+"""Finding, checking and reading a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from accel_state.process.info import ProcessInfo
 
 @dataclass
 class CheckpointReader:
-    """A checkpoint folder that is being read.
+    """Reads the files of a checkpoint folder.
 
     Args:
         folder: The folder.
         names: Its files.
         unlisted: Files that are not in its manifest.
-        facts: What its manifest says about the run.
-        has_manifest: Whether it has one; otherwise another implementation wrote the folder.
-        device: Where files are read to.
+        facts: The manifest's facts about the run.
+        has_manifest: Whether it has a manifest; otherwise another implementation wrote the folder.
+        device: The device that files are read to.
         options: Options of `tensors.load`.
         mapped: Files that are mapped and not loaded, by name.
     """
@@ -49,25 +49,24 @@ class CheckpointReader:
     mapped: dict[str, MappedFile] = field(default_factory=dict)
 
     def load(self, *alternatives: str) -> Any:
-        """Load the first of these files that is there; None if there is none."""
+        """Load the first of these files that exists; None if none does."""
         name = next((name for name in alternatives if name in self.names), None)
         if name is None:
             return None
         return self._open(name)
 
     def read_into_model(self, model: torch.nn.Module, *alternatives: str) -> dict[str, torch.Tensor]:
-        """Read weights straight into a model, those for which that is possible.
+        """Read weights directly into a model's tensors, where possible.
 
         Args:
             model: The model, prepared or not.
-            *alternatives: Names that its file or index may have, as for `load`; of the one that is there
-                safetensors are read.
+            *alternatives: Names that its file or index may have, as for `load`; only safetensors are read.
 
         Returns:
             The model's tensors that were read, by name; see `accel_ckpt.weights.read_into.read_into_model`.
 
         Raises:
-            CheckpointError: As there.
+            CheckpointError: As `read_into_model` there.
         """
         name = next((name for name in alternatives if name in self.names), None)
         if self.device.type != "cpu" or name is None:
@@ -82,7 +81,7 @@ class CheckpointReader:
 
         Raises:
             CorruptCheckpointError: If it is damaged, or names what is not a plain file in this folder.
-            FileNotFoundError: If one of them is not there.
+            FileNotFoundError: If one of them does not exist.
         """
         return [file.name for file in self._files(index)]
 
@@ -91,25 +90,25 @@ class CheckpointReader:
 
     def _open(self, name: str) -> Any:
         if file_names.is_index(name):
-            parts = [file.select(self._open(file.name)) for file in self._files(name)]
-            return {key: value for part in parts for key, value in part.items()}
+            shards = [file.select(self._open(file.name)) for file in self._files(name)]
+            return {key: value for shard in shards for key, value in shard.items()}
         mapped = self.find_mapped(name)
         if mapped is None:
             return values.decode(tensors.load(self.folder / name, map_location=self.device, **self.options))
-        del self.mapped[name]  # tensors may be written to: those of another load are its own
+        del self.mapped[name]  # tensors may be written to: the next load maps the file again
         options = {key: value for key, value in self.options.items() if key != "mmap"}
         return values.decode(tensors.load_mapped(mapped, self.device, **options))
 
     def find_mapped(self, name: str) -> MappedFile | None:
-        """Map a file that is large, so that it is not in memory twice; None if it is not to be mapped."""
+        """Map a large file, so that it is not in memory twice; None if it is not mapped."""
         large = file_names.role_of(name) in ("model", "optimizer") and name.endswith(".bin")
-        # Windows deletes no file that is mapped.
+        # Windows cannot delete a mapped file.
         if not large or os.name != "posix" or not self.options.get("mmap", True):
             return None
         path = digests.plain_file(self.folder, name)
         if name not in self.mapped:
-            # A file that is damaged, as its digests have not been checked, or a file system that maps
-            # nothing: it is read.
+            # If the file is damaged (its digests are not checked yet), or its file system cannot map it, it
+            # is read instead.
             with suppress(Exception):
                 if tensors.is_zip(path):
                     self.mapped[name] = MappedFile(path)
@@ -126,16 +125,16 @@ def open_checkpoint(
         process: This process.
         map_location: "cpu", "on_device" or a device; None for "cpu".
         options: Options of `tensors.load`.
-        verify: Whether to check the digests; the processes of a machine share the files. Without, sizes are
-            checked, and that all are plain files.
+        verify: Whether to check the digests; the processes of a machine split the files among them. Otherwise
+            only sizes are checked, and that all are plain files.
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
         CorruptCheckpointError: If files are missing or changed.
-        ValueError: If `map_location` is none of these.
+        ValueError: If `map_location` is another value.
     """
     device = _device(map_location, process)
-    # One process per machine may have to finish an interrupted commit, before the others look.
+    # One process per machine may have to finish an interrupted commit before the others read the folder.
     run_on_all_ranks(
         lambda: recovery.find(input_dir) if process.is_local_main else None, process, "opening the checkpoint"
     )
@@ -150,7 +149,7 @@ def open_checkpoint(
             return CheckpointReader(folder, names, frozenset(), {}, False, device, options)
         facts = dict(described.facts)
         reader = CheckpointReader(folder, described.paths(), frozenset(), facts, True, device, options)
-        # The processes of a machine see one disk, and each checks a part of it.
+        # The processes of a machine see one disk, and each checks some of the files.
         shard = described.files[process.local_rank :: process.local_world_size]
         total = sum(entry.size for entry in shard)
         with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
@@ -163,20 +162,20 @@ def open_checkpoint(
                 described.algorithm,
                 reader.find_mapped,
             )
-        # In place, other files live in the folder by right.
+        # A folder that was committed in place may contain other files.
         files = [] if facts.get("in_place") else manifest.files_in(folder, strict=False)
         unlisted = frozenset(name for name in files if not name.startswith(".staging-")) - reader.names
         return replace(reader, unlisted=unlisted)
 
     reader = run_on_all_ranks(check, process, "checking the checkpoint")
-    # "save" is the token of one save; None for folders of another implementation, on all machines alike.
+    # "save" is the token of one save; None on all machines for folders of another implementation.
     saved = run_on_main(lambda: reader.facts.get("save"), process, "checking the checkpoint")
     run_on_all_ranks(lambda: _check_same(reader, saved), process, "checking the checkpoint")
     return reader
 
 
 def _check_same(reader: CheckpointReader, saved: str | None) -> None:
-    # Machines with disks of their own may have been interrupted between their commits.
+    # Machines with their own disks may have been interrupted between their commits.
     if reader.facts.get("save") != saved:
         raise CheckpointError(
             f"{reader.folder} is not from the same save here ({reader.facts.get('save')}) as on the main "
@@ -187,8 +186,8 @@ def _check_same(reader: CheckpointReader, saved: str | None) -> None:
 def _check_foreign(folder: Path, names: frozenset[str]) -> None:
     if all(file_names.role_of(name) == "other" for name in names):
         raise FileNotFoundError(
-            f"{folder} is no checkpoint: it has neither {file_names.MANIFEST} nor any file of one. Name the "
-            "folder that save_state returned."
+            f"{folder} is not a checkpoint: it has neither {file_names.MANIFEST} nor a checkpoint file. Pass "
+            "the folder that save_state returned."
         )
     warn(
         f"{folder} has no {file_names.MANIFEST}: another implementation wrote it, and its files cannot be "

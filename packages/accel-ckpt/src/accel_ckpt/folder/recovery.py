@@ -1,4 +1,4 @@
-"""Finding checkpoints after interrupted saves, finishing what can be finished, and deleting what was left."""
+"""Recovery after interrupted saves: find checkpoints, finish commits, and delete leftovers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from accel_ckpt.files.disk import flush
 from accel_ckpt.folder import manifest
 from accel_state.logging.warning import warn
 
-# On another machine no process can be asked for: no save takes a day.
+# Processes of another machine cannot be checked: no save takes a day.
 _ABANDONED_S = 24 * 3600
 _TOKEN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 
 
 def find(target: Path) -> Path:
-    """Find the complete checkpoint that goes by a name.
+    """Find the complete checkpoint of a name.
 
     Args:
         target: The checkpoint folder.
 
     Returns:
-        The folder to read: the target, or, if a save was interrupted between its last two renames or could
-        not do them, what it left.
+        The folder to read: the target, or the folder that a save left when it was interrupted between its
+        last two renames or could not do them.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -39,19 +39,19 @@ def find(target: Path) -> Path:
     target = target.resolve()
     finish(target)
     if not manifest.is_checkpoint(target):
-        left = _left_beside(target)
-        if left is not None:
-            return left
+        leftover = _find_leftover(target)
+        if leftover is not None:
+            return leftover
     if target.is_dir():
         return target
-    there = _neighbours(target)
+    siblings = _sibling_checkpoints(target)
     raise FileNotFoundError(
-        f"There is no checkpoint {target}." + (f" There is: {', '.join(there)}." if there else "")
+        f"There is no checkpoint {target}." + (f" There is: {', '.join(siblings)}." if siblings else "")
     )
 
 
 def restore_name(target: Path) -> None:
-    """Give a checkpoint its name again that an interrupted save has left beside it, before the next save.
+    """Rename a checkpoint that an interrupted save left under another name, before the next save.
 
     Args:
         target: The checkpoint folder.
@@ -59,29 +59,29 @@ def restore_name(target: Path) -> None:
     Raises:
         OSError: If the file system does not allow it.
     """
-    # Beside a target that is there, what was left is the older checkpoint, or one that was never committed.
+    # If the target exists, the leftover is the older checkpoint, or one that was never committed.
     if target.exists():
         finish(target)
         return
-    left = _left_beside(target)
-    if left is not None and _is_abandoned(left):
-        os.rename(left, target)
+    leftover = _find_leftover(target)
+    if leftover is not None and _is_abandoned(leftover):
+        os.rename(leftover, target)
 
 
 def finish(target: Path) -> None:
-    """Finish a commit in place that was interrupted.
+    """Finish an interrupted commit in place.
 
     Args:
-        target: A folder; nothing happens if there is none, or nothing to finish.
+        target: A folder; nothing happens if it does not exist, or there is nothing to finish.
     """
-    # The oldest first, so that the newest files are those that stay.
+    # The oldest first, so that the newest files remain.
     for staging in sorted(target.glob(".staging-*"), key=_age):
         if manifest.is_complete(staging):
             move_out(staging, target)
 
 
 def is_needed(staging: Path, target: Path) -> bool:
-    """Return whether a commit that failed has left a checkpoint that is whole in its staging folder alone.
+    """Return whether the staging folder of a failed commit has the only complete checkpoint.
 
     Args:
         staging: The staging folder.
@@ -94,7 +94,7 @@ def is_needed(staging: Path, target: Path) -> bool:
 
 
 def abandon(staging: Path, target: Path) -> None:
-    """Delete the staging folder of a commit that failed, unless a checkpoint would be lost with it.
+    """Delete the staging folder of a failed commit, unless a checkpoint would be lost with it.
 
     Args:
         staging: The staging folder.
@@ -107,10 +107,10 @@ def abandon(staging: Path, target: Path) -> None:
 def discard(folder: Path) -> None:
     """Delete a folder, so that a half-deleted one is never taken for a checkpoint.
 
-    One that cannot be deleted stays, with a warning: nothing that was saved depends on it.
+    If it cannot be deleted, a warning says so: nothing that was saved depends on it.
 
     Args:
-        folder: The folder; nothing happens if it is not there.
+        folder: The folder; nothing happens if it does not exist.
     """
     try:
         # The manifest first: without it the rest is not a checkpoint, however far the deletion gets.
@@ -127,47 +127,47 @@ def discard(folder: Path) -> None:
 
 
 def sweep(target: Path) -> None:
-    """Delete what interrupted saves of this target have left. Saves that may still run are left alone.
+    """Delete the leftovers of interrupted saves of this target, but not of saves that may still run.
 
     Args:
-        target: A checkpoint folder that is complete.
+        target: A complete checkpoint folder.
     """
     for kind in ("staging", "replaced"):
-        _sweep(_starting(target.parent, f".{target.name}.{kind}-"))
-    _sweep(_starting(target, ".staging-"))
+        _sweep(_entries_with_prefix(target.parent, f".{target.name}.{kind}-"))
+    _sweep(_entries_with_prefix(target, ".staging-"))
 
 
 def sweep_folder(folder: Path) -> None:
-    """Delete what interrupted saves into a folder have left, whichever checkpoint they were to be.
+    """Delete the leftovers of interrupted saves into a folder, of any checkpoint.
 
     Args:
-        folder: A folder with a checkpoint that is complete and newer than these.
+        folder: A folder with a complete checkpoint that is newer than these.
     """
     for kind in ("staging", "replaced"):
         _sweep(folder.glob(f".*.{kind}-*"))
 
 
-def _starting(folder: Path, prefix: str) -> list[Path]:
-    """The entries of a folder whose names start so; none where it is no folder."""
-    # No glob: Python keeps up to 32,768 patterns, of which each checkpoint would have some of its own.
+def _entries_with_prefix(folder: Path, prefix: str) -> list[Path]:
+    """Return the entries of a folder whose names have the prefix; none if it is not a folder."""
+    # No glob: Python caches up to 32,768 patterns, and each checkpoint would add some.
     return [path for path in folder.iterdir() if path.name.startswith(prefix)] if folder.is_dir() else []
 
 
-def _sweep(found: Iterable[Path]) -> None:
-    for left in found:
-        if _is_abandoned(left):
-            discard(left)
+def _sweep(leftovers: Iterable[Path]) -> None:
+    for leftover in leftovers:
+        if _is_abandoned(leftover):
+            discard(leftover)
 
 
 def check_room(staging: Path, target: Path) -> None:
-    """Check that the files of a staging folder can be moved into the target that it lies in.
+    """Check that the files of a staging folder can be moved into the target that contains it.
 
     Args:
         staging: The folder, inside the target.
         target: The checkpoint folder.
 
     Raises:
-        CheckpointError: If a folder is in the way of a file, or a file in the way of a folder.
+        CheckpointError: If a folder has the name of a file, or a file the name of a folder.
     """
     for name in manifest.files_in(staging):
         above = [target / parent for parent in PurePosixPath(name).parents[:-1]]
@@ -182,7 +182,7 @@ def check_room(staging: Path, target: Path) -> None:
 
 
 def move_out(staging: Path, target: Path) -> None:
-    """Move the files of a sealed folder into the target that it lies in, or continue an earlier move.
+    """Move the files of a sealed folder into the target that contains it, or continue an interrupted move.
 
     Args:
         staging: The sealed folder, inside the target.
@@ -196,11 +196,11 @@ def move_out(staging: Path, target: Path) -> None:
     except CheckpointError:
         old = None
     for entry in new.files:
-        source, goal = staging / entry.path, target / entry.path
-        goal.parent.mkdir(parents=True, exist_ok=True)
+        source, destination = staging / entry.path, target / entry.path
+        destination.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # moved before the interruption
-            os.replace(source, goal)
-    # Before files of the old checkpoint go and the manifest is moved.
+            os.replace(source, destination)
+    # Before files of the old checkpoint are deleted and the manifest is moved.
     for folder in folders_of(target, new.paths()):
         flush(folder)
     for path in (old.paths() if old else frozenset()) - new.paths():
@@ -208,49 +208,49 @@ def move_out(staging: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(staging / MANIFEST, target / MANIFEST)
     flush(target)
-    # Empty folders are left there.
+    # Only empty folders are left.
     shutil.rmtree(staging, ignore_errors=True)
 
 
 def folders_of(root: Path, names: Iterable[str]) -> set[Path]:
-    """Return the folders that files are in, with all those between them and the root."""
+    """Return the folders of files, with all their parents up to the root."""
     # Each folder once, as there may be tens of thousands of files.
     folders = {PurePosixPath(folder) for folder in {name.rpartition("/")[0] for name in names}}
-    return {root, *(root / part for folder in folders for part in (folder, *folder.parents))}
+    return {root, *(root / item for folder in folders for item in (folder, *folder.parents))}
 
 
-def _left_beside(target: Path) -> Path | None:
-    """The complete checkpoint that a save has left which was interrupted between its last two renames."""
+def _find_leftover(target: Path) -> Path | None:
+    """Return the complete checkpoint of a save that was interrupted between its last two renames."""
     for kind in ("staging", "replaced"):
-        left = _starting(target.parent, f".{target.name}.{kind}-")
-        complete = sorted((folder for folder in left if manifest.is_complete(folder)), key=_age)
+        leftovers = _entries_with_prefix(target.parent, f".{target.name}.{kind}-")
+        complete = sorted((folder for folder in leftovers if manifest.is_complete(folder)), key=_age)
         if complete:
             return complete[-1]
     return None
 
 
-def _is_abandoned(left: Path) -> bool:
-    found = _TOKEN.fullmatch(re.split(r"\.(?:staging|replaced)-", left.name)[-1])
-    if found is None:
+def _is_abandoned(leftover: Path) -> bool:
+    match = _TOKEN.fullmatch(re.split(r"\.(?:staging|replaced)-", leftover.name)[-1])
+    if match is None:
         return False
-    # The folder's time, which changes when a file is made directly in it.
-    if time.time() - _age(left) > _ABANDONED_S:
+    # The folder's mtime, which changes when a file is created directly in it.
+    if time.time() - _age(leftover) > _ABANDONED_S:
         return True
-    if found["host"] != socket.gethostname():
+    if match["host"] != socket.gethostname():
         return False
-    pid = int(found["pid"])
-    # Saves of one process come one after another, so that this one's are over when another is swept.
+    pid = int(match["pid"])
+    # A process saves one checkpoint at a time: its previous save is over when it sweeps.
     if pid == os.getpid():
         return True
-    # There os.kill ends the process that it asks for. What was left is deleted after a day.
+    # On Windows os.kill would end the process. Leftovers are deleted after a day.
     if sys.platform == "win32":
         return False
     try:
-        # Signal 0 only asks whether there is such a process.
+        # Signal 0 only checks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    # The process is there, and belongs to another user.
+    # The process exists, and belongs to another user.
     except PermissionError:
         pass
     return False
@@ -262,6 +262,6 @@ def _age(path: Path) -> float:
     return 0.0
 
 
-def _neighbours(target: Path) -> list[str]:
-    beside = target.parent.iterdir() if target.parent.is_dir() else ()
-    return sorted(path.name for path in beside if path.name[0] != "." and manifest.is_complete(path))
+def _sibling_checkpoints(target: Path) -> list[str]:
+    entries = target.parent.iterdir() if target.parent.is_dir() else ()
+    return sorted(path.name for path in entries if path.name[0] != "." and manifest.is_complete(path))

@@ -1,8 +1,8 @@
-"""Automatically named checkpoints: which there are, which is the newest, and how old ones go.
+"""Automatically named checkpoints: listing them, finding the newest, and deleting old ones.
 
-Their order is that in which they were committed. Each commit writes a sequence number into its manifest, one
-above all that are in the folder. A checkpoint without one (from an earlier version, or another
-implementation) counts as if it were the number in its name.
+They are ordered by commit. Each commit writes a sequence number into its manifest, one above all others in
+the folder. A checkpoint without one (of an earlier version, or another implementation) uses the number in its
+name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def checkpoints(folder: str | Path) -> list[Path]:
     A folder counts if it has a manifest, or the files of another implementation.
 
     Args:
-        folder: The folder that they are in (`<project_dir>/checkpoints`).
+        folder: The folder that contains them (`<project_dir>/checkpoints`).
     """
     return [path for _, _, path in _ordered(Path(folder))]
 
 
 def next_number(folder: str | Path) -> int:
-    """Return the lowest number above all names `checkpoint_<number>` in a folder, whatever they are.
+    """Return the lowest number above all names `checkpoint_<number>` in a folder, complete or not.
 
     Args:
-        folder: The folder of the checkpoints; it need not be there.
+        folder: The folder of the checkpoints; it need not exist.
     """
     # Above the highest, not their count: some in between may have been deleted.
     return max((number for number, _ in _numbered(Path(folder))), default=-1) + 1
@@ -41,7 +41,7 @@ def next_sequence(folder: str | Path) -> int:
     """Return the sequence number of the next commit.
 
     Args:
-        folder: The folder of the checkpoints; it need not be there.
+        folder: The folder of the checkpoints; it need not exist.
     """
     return max((_sequence(path, number) for number, path in _numbered(Path(folder))), default=-1) + 1
 
@@ -50,21 +50,21 @@ def latest(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint of a project, or None.
 
     Args:
-        folder: The folder that they are in.
+        folder: The folder that contains them.
     """
-    there = checkpoints(folder)
-    return there[-1] if there else None
+    existing = checkpoints(folder)
+    return existing[-1] if existing else None
 
 
 def prune(folder: str | Path, total_limit: int | None, committed: str | Path | None = None) -> list[Path]:
     """Delete the oldest checkpoints, once a new one is committed. Call it on one process per disk.
 
-    What cannot be deleted is left, with a warning: the new checkpoint is there in any case.
+    If one cannot be deleted, a warning says so: the new checkpoint exists in any case.
 
     Args:
-        folder: The folder that they are in.
-        total_limit: How many stay, at least 1; None for all.
-        committed: The checkpoint that was just committed; it stays, also if another run has committed since.
+        folder: The folder that contains them.
+        total_limit: How many to keep, at least 1; None for all.
+        committed: The checkpoint that was just committed; it is kept even if another run has committed since.
 
     Returns:
         The folders that were deleted.
@@ -78,24 +78,26 @@ def prune(folder: str | Path, total_limit: int | None, committed: str | Path | N
         raise ValueError(
             f"total_limit must be at least 1, or None to keep all checkpoints, not {total_limit!r}."
         )
-    there = checkpoints(folder)
-    complete = [path for path in there if manifest.is_complete(path)]
-    # What another implementation left may be incomplete: it never takes the place of the newest complete one.
-    kept = {path.name for path in complete[-1:]} | ({Path(committed).name} if committed else set())
-    surplus = [path for path in there[: max(0, len(there) - total_limit)] if path.name not in kept]
-    gone = [path for path in surplus if _delete(path)]
+    existing = checkpoints(folder)
+    complete = [path for path in existing if manifest.is_complete(path)]
+    # One of another implementation may be incomplete: it never replaces the newest complete one.
+    kept_names = {path.name for path in complete[-1:]} | ({Path(committed).name} if committed else set())
+    surplus = [
+        path for path in existing[: max(0, len(existing) - total_limit)] if path.name not in kept_names
+    ]
+    deleted = [path for path in surplus if _delete(path)]
     recovery.sweep_folder(Path(folder))
-    return gone
+    return deleted
 
 
 def _delete(path: Path) -> bool:
-    aside = path.parent / f".{path.name}.replaced-{commit.new_token()}"
+    replaced = path.parent / f".{path.name}.replaced-{commit.new_token()}"
     try:
-        os.rename(path, aside)  # so that a half-deleted folder is never found under the name
+        os.rename(path, replaced)  # so that a half-deleted folder never has the name
     except OSError as error:
         warn(f"total_limit: {path} cannot be deleted ({error}). Delete it yourself.", about="process")
         return False
-    recovery.discard(aside)
+    recovery.discard(replaced)
     return True
 
 
@@ -106,7 +108,7 @@ def _numbered(root: Path) -> list[tuple[int, Path]]:
 
 
 def _ordered(root: Path) -> list[tuple[int, int, Path]]:
-    """The sequence, number and path of each checkpoint, in the order of the commits."""
+    """Return the sequence, number and path of each checkpoint, in the order of the commits."""
     return sorted(
         (_sequence(path, number), number, path)
         for number, path in _numbered(root)
@@ -119,5 +121,5 @@ def _sequence(path: Path, number: int) -> int:
         described = manifest.read(path)
     except (CheckpointError, OSError):  # damaged: loading says so
         described = None
-    found = described.facts.get("sequence") if described else None
-    return found if isinstance(found, int) else number
+    sequence = described.facts.get("sequence") if described else None
+    return sequence if isinstance(sequence, int) else number

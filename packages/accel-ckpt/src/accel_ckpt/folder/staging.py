@@ -1,10 +1,10 @@
-"""A checkpoint being written by all processes together: open, write, agree, commit.
+"""A checkpoint that all processes write: open, write, synchronize, commit.
 
     with staged("my_checkpoint") as staging:
         ...  # every process writes its files into staging.path
 
-When the block is left on every process without an error, "my_checkpoint" appears whole. Otherwise every
-process raises and nothing has changed. With `blocking=False`, what `staging.write` is given is copied, and
+When every process leaves the block without an error, "my_checkpoint" appears, complete. Otherwise every
+process raises and nothing has changed. With `blocking=False`, `staging.write` copies its argument, which is
 written in the background when the block is left.
 """
 
@@ -37,19 +37,18 @@ class Staging:
     """A checkpoint folder that is being written.
 
     Args:
-        path: Where to write its files.
-        target: The folder that it will be.
-        owner: Whether this process commits it: the main process, and the local main process of each machine
-            whose disk is its own.
+        path: The folder to write its files into.
+        target: The folder that it becomes.
+        commits: Whether this process commits it: the main process, and the local main process of each machine
+            with its own disk.
         writes_shared: Whether this process writes the files that are the same for all processes.
-        writer: What writes its files.
+        writer: Writes its files.
         progress: Counts their bytes.
-        buffer: Where copies go that are written later; None to write at once.
-        earlier: The checkpoint to whose files unchanged ones are linked; None to write all.
-        cached: Whether the system's cache keeps the files that are the same for all processes: an incremental
-            save reads those of the save before.
-        facts: What the manifest will say about the run (JSON values); may be added to until the end of the
-            block.
+        buffer: The memory of copies that are written later; None to write at once.
+        previous: The checkpoint that unchanged files are linked to; None to write all files.
+        cached: Whether the page cache keeps the files that are the same for all processes: an incremental
+            save reads those of the previous save.
+        facts: The manifest's facts about the run (JSON values); more may be added until the end of the block.
     """
 
     path: Path
@@ -84,11 +83,11 @@ class Staging:
         self._wait()
 
     def write_all(self, objects: Mapping[str, Any]) -> None:
-        """Write several objects, as `write` does, and copy them all at the same time.
+        """Write objects as `write` does, and copy all of them in parallel.
 
         Args:
-            objects: What to write, by the file's path inside the folder. Those called `*.safetensors` are
-                written as such.
+            objects: The objects by the file's path inside the folder. Those named `*.safetensors` are written
+                as safetensors.
 
         Raises:
             ValueError: As `write`.
@@ -102,18 +101,18 @@ class Staging:
             frozen = freeze(obj, safe_serialization, self.buffer)
             self._deferred_writes.append(lambda: self._write_file(name, frozen))
         else:
-            self._write_file(name, tensors.writing(obj, safe_serialization))
+            self._write_file(name, tensors.make_writer(obj, safe_serialization))
 
     def _wait(self) -> None:
-        """Wait until what was given may change.
+        """Wait until the written objects may change.
 
-        Copies from a device are ordered by its stream, and complete after `Memory.finish`.
+        Copies from a device are ordered by its stream, and complete after `SnapshotBuffer.synchronize`.
         """
         if self.buffer is not None:
             self.buffer.wait_for_cpu()
 
     def write_bytes(self, content: bytes, name: str) -> None:
-        """Write a file of the checkpoint, with the others.
+        """Write bytes into a file of the checkpoint.
 
         Args:
             content: What to write.
@@ -129,7 +128,7 @@ class Staging:
         path = self.path / name
         previous = self.previous
         if previous is not None and previous.is_small(name):
-            # It is compared to its end before it is found to differ: made once, for that and for the disk.
+            # Small content is built once, both to compare it and to write it.
             content = small_content(write)
             if content is None:
                 previous = None  # it is larger now
@@ -143,11 +142,11 @@ class Staging:
             write(file)
 
     def write_collectively(self, function: Callable[[Any], None]) -> None:
-        """Have files written by collective functions, at once or in the background.
+        """Write files by a collective function, at once or in the background.
 
         Args:
-            function: Writes them, given the process group for collectives (None for that of the run). Every
-                process gives as many, and in each of them fails if one does.
+            function: Writes them, called with the process group for collectives (None for the default group).
+                Every process passes the same number of functions; each fails on all processes or on none.
         """
         if self.buffer is None:
             function(None)
@@ -155,10 +154,10 @@ class Staging:
             self._collective_writes.append(function)
 
     def after_commit(self, function: Callable[[], object]) -> None:
-        """Have something done on every process that commits, once the checkpoint is there.
+        """Register a function to call on every process that commits, after the commit.
 
         Args:
-            function: What to do.
+            function: The function.
         """
         self._post_commit.append(function)
 
@@ -167,12 +166,12 @@ def _bytes_writer(content: bytes | memoryview) -> Callable[[IO[bytes]], object]:
     return lambda file: file.write(content)
 
 
-# Staging folders that are open in this process; keyed by their own path, which save_custom_state is given.
+# Open staging folders of this process, by their path, which save_custom_state is called with.
 _OPEN: dict[Path, Staging] = {}
 
 
 def find_open_staging(folder: str | os.PathLike[str]) -> Staging | None:
-    """Return the staging folder that is open at this path, or None."""
+    """Return the open staging folder of this path, or None."""
     return _OPEN.get(Path(os.path.abspath(folder)))
 
 
@@ -185,35 +184,34 @@ def staged(
     blocking: bool = True,
     incremental: bool = False,
 ) -> Iterator[Staging]:
-    """Write a checkpoint: the folder appears, or is replaced, as a whole at the end of the block.
+    """Write a checkpoint: the folder appears, or is replaced, atomically at the end of the block.
 
-    Every process must enter and leave. A folder that is the `path` of an open staging folder is that one
-    again, and committed where it was opened. A save that still goes on in the background is waited for first.
+    Every process must enter and leave. If the folder is the `path` of an open staging folder, that one is
+    used again, and is committed by the call that opened it. A save that still runs in the background is
+    waited for first.
 
     Args:
         folder: The checkpoint folder.
-        save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
+        save_on_each_node: Whether each machine with its own disk gets the shared files too.
         process: This process; by default the current one.
         blocking: False to write and commit in the background; `thread.wait` waits for it.
-        incremental: Whether what `Staging.write` is given is linked, and not written, where the newest
-            complete checkpoint in or beside the folder has the same file. Only files that are the same for
-            all processes are.
+        incremental: Whether to link a file instead of writing it, if the newest complete checkpoint in or
+            next to the folder has the same file. Only files that are the same for all processes are linked.
 
     Yields:
-        Where to write.
+        The staging folder.
 
     Raises:
-        Exception: What went wrong here, or in the background before.
-        CheckpointError: On every other process, with what went wrong elsewhere. The target is as it was
-            before.
+        Exception: The error of this process, or of the previous save in the background.
+        CheckpointError: On every other process, with that error. The target is unchanged.
     """
-    inside = find_open_staging(folder)
-    if inside is not None:
-        yield inside
+    already_open = find_open_staging(folder)
+    if already_open is not None:
+        yield already_open
         return
     thread.wait()
     process = current_process() if process is None else process
-    # Made here, by every process in the same order, and not in the thread.
+    # Created here, by every process in the same order, and not in the thread.
     group = None if blocking else thread.group_for(process)
     staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking, incremental)
     _OPEN[staging.path] = staging
@@ -230,7 +228,7 @@ def staged(
                     staging.buffer.synchronize()
             except Exception as caught:
                 error = error or caught
-        # Every process gets here: one that failed must not leave the others waiting in a collective.
+        # Every process gets here: a failed one must not leave the others waiting in a collective.
         raise_if_any_failed(error, process, "writing the checkpoint")
         if blocking:
             handed_over = True
@@ -248,7 +246,7 @@ _buffer: SnapshotBuffer | None = None
 
 
 def _reset_buffer(process: ProcessInfo) -> SnapshotBuffer:
-    """Return the memory of saves in the background, of which there is one at a time."""
+    """Return the memory of saves in the background, which run one at a time."""
     global _buffer
     if _buffer is None or _buffer.device != process.device:
         _buffer = SnapshotBuffer(process)
@@ -257,7 +255,7 @@ def _reset_buffer(process: ProcessInfo) -> SnapshotBuffer:
 
 
 def release_buffer() -> None:
-    """Give back the memory that is kept for copies of the state; the next save makes it anew."""
+    """Free the memory that is kept for copies of the state; the next save allocates it again."""
     global _buffer
     thread.join()
     _buffer = None
@@ -267,7 +265,7 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         recovery.restore_name(target)
-        # Made on the main process alone: one name for the save, also on machines with disks of their own.
+        # Created on the main process: one name for the save, also on machines with their own disks.
         token = commit.new_token()
         path = commit.staging_path(target, token)
         path.mkdir(parents=True)
@@ -278,7 +276,7 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
     path = target.parent / name
 
     def join() -> bool:
-        # Where the main process's folder is not to be seen, the disk is this machine's own.
+        # If the main process's folder does not exist here, the machine has its own disk.
         if process.is_main or not process.is_local_main or path.is_dir():
             return process.is_main
         path.mkdir(parents=True)
@@ -286,7 +284,7 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
 
     commits = run_on_all_ranks(join, process, "opening the checkpoint folder")
     buffer = None if blocking else _reset_buffer(process)
-    # No bar for a save in the background: it would be drawn across the output of training.
+    # No progress bar for a save in the background: it would be drawn across the output of training.
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
     writes_shared = process.is_main or (each_node and commits)
     previous = find_previous(target) if incremental and writes_shared else None
@@ -297,13 +295,13 @@ def _open(target: Path, each_node: bool, process: ProcessInfo, blocking: bool, i
 
 
 def _finish(staging: Staging, process: ProcessInfo, group: Any) -> None:
-    """Write what is left, seal and commit."""
+    """Write the deferred files, seal and commit."""
     sealed = False
     try:
-        # First, as these are collectives, which all processes have to reach in the same state.
+        # First, as these are collectives, which all processes must reach in the same state.
         for function in staging._collective_writes:
             function(group)
-        # Every step is agreed on before the next begins: none seals before all have written, none
+        # Each step synchronizes before the next begins: no process seals before all have written, and none
         # commits before all have sealed.
         entries = run_on_all_ranks(lambda: _write_deferred(staging), process, "writing the checkpoint", group)
         written = all_gather_object(entries, process, group)
@@ -318,11 +316,11 @@ def _finish(staging: Staging, process: ProcessInfo, group: Any) -> None:
 
 
 def _write_deferred(staging: Staging) -> tuple[list[FileEntry], int | None]:
-    """Write what was kept in memory; return what this process wrote, and the next sequence number here."""
+    """Write the copies in memory; return the entries of this process, and the next sequence number here."""
     for function in staging._deferred_writes:
         function()
-    # Read before the commit by each machine, and the largest taken: their disks
-    # may hold different checkpoints.
+    # Read before the commit by each machine, and the largest is used: their disks
+    # may have different checkpoints.
     numbered = staging.commits and file_names.iteration_of(staging.target.name) is not None
     sequence = rotation.next_sequence(staging.target.parent) if numbered else None
     return staging.writer.entries(staging.path), sequence
@@ -334,10 +332,10 @@ def _seal(staging: Staging, process: ProcessInfo, written: list[tuple[list[FileE
     facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
     sequences = [sequence for _, sequence in written if sequence is not None]
     if sequences:
-        facts["sequence"] = max(sequences)  # above those of all machines' disks
+        facts["sequence"] = max(sequences)  # above those on the disks of all machines
     if staging.path.parent == staging.target:
-        facts["in_place"] = True  # other files live in the folder
-        # Before the manifest: once it is written, the move has to succeed.
+        facts["in_place"] = True  # the folder contains other files
+        # Before the manifest: once that is written, the move must succeed.
         recovery.check_room(staging.path, staging.target)
     commit.seal(staging.path, facts, staging.writer, [entry for entries, _ in written for entry in entries])
 
@@ -363,19 +361,19 @@ def _topology(process: ProcessInfo) -> dict[str, Any]:
 
 
 def _close(staging: Staging, sealed: bool) -> None:
-    """End the threads, and delete what a save that failed has left.
+    """End the threads, and delete the leftovers of a failed save.
 
     Args:
         staging: The staging folder.
-        sealed: Whether all processes have sealed theirs, so that it may hold the only checkpoint.
+        sealed: Whether all processes have sealed, so that it may contain the only checkpoint.
     """
     staging.writer.close()
     staging.progress.close()
     # They refer to the staging folder, and it to them. Python collects cycles late, if at all, in a process
-    # with many objects, and what they hold would pile up from save to save.
+    # with many objects, and their memory would pile up from save to save.
     for functions in (staging._collective_writes, staging._deferred_writes, staging._post_commit):
         functions.clear()
-    # Sealed and not committed: the staging folder may be all that there is, and `abandon` looks first.
+    # Sealed and not committed: this may be the only checkpoint, which `abandon` checks first.
     if staging.commits and sealed:
         recovery.abandon(staging.path, staging.target)
     elif staging.commits:

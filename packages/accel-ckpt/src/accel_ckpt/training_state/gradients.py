@@ -11,35 +11,35 @@ from accel_ops.modules import extract_model_from_parallel
 
 
 def get_gradients(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Read the gradients that this process has gathered.
+    """Return the gradients that this process has accumulated.
 
     Args:
         models: The models, prepared or not.
 
     Returns:
-        Gradients by "<index of the model>.<name of the parameter>"; the tensors themselves.
+        Gradients by "<index of the model>.<name of the parameter>"; not copied.
 
     Raises:
         ValueError: If a gradient is sharded or sparse; it names the parameter.
     """
-    found = {}
+    gradients = {}
     for name, parameter in _parameters(models).items():
         gradient = parameter.grad
         if gradient is None:
             continue
-        # Exact type: a DTensor is a subclass, and has this process's part alone.
+        # Exact type: a DTensor is a subclass, and has only this process's shard.
         if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
             raise ValueError(
                 f"The gradient of {name} is a {type(gradient).__name__} of layout {gradient.layout}, which "
                 "cannot be saved in the middle of an accumulation window. Save where accelerator."
                 "sync_gradients is True, after the optimizer's step."
             )
-        found[name] = gradient
-    return found
+        gradients[name] = gradient
+    return gradients
 
 
 def different_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any]) -> list[str]:
-    """Return the names of gradients that are of no parameter of the models, or have another shape.
+    """Return the names of gradients without a parameter of that name and shape in the models.
 
     Args:
         models: The models, prepared or not.
@@ -54,7 +54,7 @@ def different_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[st
 
 
 def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any]) -> None:
-    """Give parameters the gradients that were read before; other parameters have none.
+    """Set the gradients of parameters; clear those of other parameters.
 
     Args:
         models: The models, prepared or not.
@@ -63,9 +63,9 @@ def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any
     for name, parameter in _parameters(models).items():
         if name in gradients:
             saved = gradients[name].to(device=parameter.device, dtype=parameter.dtype)
-            # A copy with memory of its own: the file may be mapped.
+            # A copy with its own memory: the file may be mapped.
             parameter.grad = saved.clone()
-        # Gradients of the window that was open here before the load would otherwise be added to.
+        # Otherwise the gradients of the window that was open before the load would be added to.
         else:
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""Loading the state of a training run: everything is restored or reported, and nothing else is touched."""
+"""Loading the state of a training run: everything is restored or reported."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def load_accelerator_state(
 ) -> dict[str, Any]:
     """Load what `save_accelerator_state` has saved. Every process must call it.
 
-    Every file is checked against the manifest before anything is changed; the processes of a machine share
-    this work. Then the files are compared with the objects that are given, and so are the names and shapes of
-    weights, and the groups of optimizers: whatever is missing, not asked for or not known is an error in a
-    strict load, and in one warning otherwise.
+    Every file is checked against the manifest before anything changes; the processes of a machine split this
+    work. Then the files are compared with the objects, and so are the names and shapes of weights, and the
+    groups of
+    optimizers: anything missing, unused or unknown is an error in a strict load, and listed in one warning
+    otherwise.
 
-    Another number of processes than saved is no error where it is clear what that means: models,
-    optimizers and schedules are the same on all, the positions of prepared loaders are those of all
-    processes together, and random generators follow the rule of `rng_resharding`.
+    The number of processes may differ from the save where the result is well defined: models, optimizers and
+    schedulers are the same on all, the positions of prepared loaders count the samples of all processes, and
+    random generators follow the rule of `rng_resharding`.
 
     Args:
         input_dir: The checkpoint folder.
@@ -72,20 +73,20 @@ def load_accelerator_state(
         dataloaders: The loaders.
         process_index: Rank of this process.
         scaler: The loss scaler of fp16 training.
-        map_location: Where files are read to: "cpu" (the default), "on_device" for this process's device, or
-            a device. Models and optimizers copy from there to where they are.
-        load_kwargs: Options of `torch.load` for everything but safetensors; see `tensors.load`.
+        map_location: The device that files are read to: "cpu" (the default), "on_device" for this process's
+            device, or a device. Models and optimizers copy from there to their own devices.
+        load_kwargs: Options of `torch.load` for everything except safetensors; see `tensors.load`.
         custom_objects: The registered objects; None to load them with `load_custom_state`.
         process: This process; by default the current one.
         verify: Whether to check the digests of the files.
-        strict: True for an error on any difference, False to restore what fits, with a warning. By default
-            strict for folders with a manifest; for others, which another implementation wrote, what is
-            missing for models, optimizers and schedulers alone is an error.
+        strict: True to raise on any difference, False to restore what matches, with a warning. By default
+            strict for folders with a manifest; for folders of another implementation only missing files of
+            models, optimizers and schedulers are errors.
         **load_model_func_kwargs: Options of the models' `load_state_dict`.
 
     Returns:
-        {"step": micro-batches in the open accumulation window}, if the folder says, and under "window" what
-        else this process knew of it, on as many processes as saved it.
+        {"step": micro-batches in the open accumulation window}, if the folder has it, and under "window" the
+        rest of this process's state of it, if the number of processes is that of the save.
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
@@ -118,17 +119,17 @@ class Objects:
     loaders: Sequence[Any]
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
-    sharded: ShardedObjects | None = None  # further models and optimizers
-    optimizer_models: Sequence[torch.nn.Module] = ()  # all models, where some are not loaded here
-    is_sharded: bool = False  # whether processes have parts of the models, however these are loaded
+    sharded: ShardedObjects | None = None  # further models and optimizers, loaded sharded
+    optimizer_models: Sequence[torch.nn.Module] = ()  # all models, if some are not loaded here
+    is_sharded: bool = False  # whether the models are sharded, however they are loaded
 
     @property
     def all_models(self) -> Sequence[torch.nn.Module]:
-        """All models whose parameters optimizers and gradients may be of."""
+        """All models that may own parameters of the optimizers and gradients."""
         return self.optimizer_models or self.models
 
     def expected(self, skip: Collection[str]) -> ExpectedFiles:
-        """Return what files they need."""
+        """Return the files that they need."""
         # A scaler that is off has an empty state, which torch does not load: load_state_dict returns at once.
         off = self.scaler is not None and not self.scaler.is_enabled()
         return ExpectedFiles(
@@ -146,7 +147,7 @@ class Objects:
         )
 
     def stateful(self) -> list[tuple[Any, str]]:
-        """Return what has a load_state_dict and one file, with the file's name, but for optimizers."""
+        """Return the objects with load_state_dict and one file, with its name, except optimizers."""
         named: list[tuple[Any, str]] = [
             *((item, file_names.scheduler_file(index)) for index, item in enumerate(self.schedulers)),
             *((item, file_names.custom_file(index)) for index, item in enumerate(self.custom)),
@@ -172,24 +173,24 @@ def restore(
 
     Args:
         reader: What `open_checkpoint` returned.
-        objects: What to load it into.
+        objects: The objects to load it into.
         process_index: Rank of this process.
         process: This process.
-        skip: Names of files, and roles of files, that the caller reads by itself.
+        skip: Names of files, and roles of files, that are read elsewhere.
         strict: As for `load_accelerator_state`.
         only_check: Whether to compare the files with the objects, and load nothing.
-        **load_model_func_kwargs: As there.
+        **load_model_func_kwargs: As for `load_accelerator_state`.
 
     Returns:
-        As there.
+        As `load_accelerator_state`.
 
     Raises:
-        CheckpointError: As there.
+        CheckpointError: As `load_accelerator_state`.
     """
-    # Filled before `check`: comparing parts is collective, and `check` runs inside an agreement.
+    # Set before `check`: comparing sharded objects is collective, and `check` runs in `run_on_all_ranks`.
     different: list[str] = []
-    states: dict[str, Any] = {}  # what is loaded, by file
-    not_loaded: list[Any] = []  # optimizers that are not
+    states: dict[str, Any] = {}  # the states to load, by file
+    not_loaded: list[Any] = []  # optimizers without a state
     loaders: list[tuple[Any, Any]] = []  # with their states
     if objects.sharded is not None:
         # Takes most of a second to import.
@@ -217,7 +218,7 @@ def restore(
         return findings
 
     def load_stateful() -> dict[str, Any]:
-        # All are kept before the first is loaded, as a state_dict may be collective.
+        # All undo steps are registered before the first load, as a state_dict may be collective.
         for item, name in objects.stateful():
             if name in states:
                 register_undo(item, undo)
@@ -225,31 +226,32 @@ def restore(
             if name in states:
                 item.load_state_dict(states.pop(name))
         result = _set_random(reader, generators, process, findings)
-        # Before anything is changed for good, as a warning may be an error here.
+        # Before anything changes for good, as filters may turn a warning into an error.
         _warn_differences(reader, findings, process)
         return result
 
     def load() -> None:
         options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
         _load_objects(reader, objects, states, loaders, options, read_directly=not load_model_func_kwargs)
-        # Once more: loading modules and optimizers may draw random numbers.
+        # Again: loading modules and optimizers may draw random numbers.
         set_rng_state(generators, process)
         if gradients in states:
             set_gradients(objects.all_models, states.pop(gradients))
 
-    # All is compared before anything is changed, as far as it can be. What may still refuse its state comes
-    # before the models, and is put back if something fails. Collectives come between, in one order.
+    # Everything is compared before anything changes, as far as possible. Objects that may still reject their
+    # state are loaded before the models, and restored if something fails. The collectives in between have one
+    # order.
     gradients = file_names.gradients_file(process_index)
     with ExitStack() as undo:
         undo.callback(set_rng_state, get_rng_state(process), process)
-        findings = run_on_all_ranks(check, process, "comparing the checkpoint with the objects given")
+        findings = run_on_all_ranks(check, process, "comparing the checkpoint with the objects")
         if only_check:
             return {}
         generators = _random_states(reader, process_index, process)
         states |= _load_registered(reader, objects, states, process)
         result = run_on_all_ranks(load_stateful, process, "loading the checkpoint")
         if objects.all_models and reader.facts.get("open_window") and gradients not in states:
-            result = {"step": 0}  # training begins a new window
+            result = {"step": 0}  # training starts a new window
         _register_optimizer_undo(objects, undo)
         if objects.sharded is not None:
             load_sharded(reader.folder, objects.sharded, process, compared, strict is not False)
@@ -265,12 +267,12 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
         obj: Anything with a `load_state_dict`.
         path: The checkpoint folder.
         index: Its number.
-        weights_only: Whether to reject all but tensors, arrays and plain containers. False runs code that the
-            file contains.
+        weights_only: Whether to reject anything but tensors, arrays and plain containers. False runs code in
+            the file.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: If the file holds other objects.
+        CheckpointError: If the file contains other objects.
     """
     file = plain_file(recovery.find(Path(path)), file_names.custom_file(index))
     obj.load_state_dict(values.decode(tensors.load(file, map_location="cpu", weights_only=weights_only)))
@@ -283,7 +285,7 @@ def _audit(
     process_index: int,
     process: ProcessInfo,
 ) -> Findings:
-    """Compare the files that are there with those that the objects need."""
+    """Compare the existing files with those that the objects need."""
     findings = compare_files(
         reader.names,
         reader.unlisted,
@@ -306,7 +308,7 @@ def _read_optimizers(
     states: dict[str, Any],
     findings: Findings,
 ) -> Iterator[Any]:
-    """Read the states of optimizers; yields the optimizers that have none here."""
+    """Read the states of optimizers; yield the optimizers without one."""
     for index, optimizer in enumerate(objects.optimizers):
         name = file_names.optimizer_file(index)
         if name in reader.names:
@@ -342,7 +344,7 @@ def _load_objects(
         name = file_names.optimizer_file(index)
         if name in states:
             optimizer.load_state_dict(states.pop(name))
-    # Options may say that the model's tensors are replaced.
+    # Options (`assign`) may replace the model's tensors.
     load_models(reader, objects.models, options, read_directly=read_directly)
     for loader, state in loaders:
         loader.load_state_dict(state)
@@ -351,10 +353,10 @@ def _load_objects(
 def _load_registered(
     reader: CheckpointReader, objects: Objects, states: dict[str, Any], process: ProcessInfo
 ) -> dict[str, Any]:
-    """The states of registered objects, which may have parts, by file. Every process must call it."""
-    found: dict[str, Any] = {}
+    """Return the states of registered objects, which may be sharded, by file. Every process must call it."""
+    loaded: dict[str, Any] = {}
     if not objects.is_sharded and not any(file_names.role_of(name) == "registered" for name in reader.names):
-        return found
+        return loaded
     # Takes most of a second to import.
     from accel_ckpt.training_state.registered import load_registered_shards
 
@@ -362,22 +364,20 @@ def _load_registered(
         name = file_names.custom_file(index)
         if name in reader.names:
             folder_and_names = reader.folder, reader.names
-            found[name] = load_registered_shards(
+            loaded[name] = load_registered_shards(
                 item, index, states[name], *folder_and_names, objects.is_sharded, process
             )
-    return found
+    return loaded
 
 
 def _unused_scheduler_files(
     reader: CheckpointReader, schedulers: Sequence[Any], not_loaded: Sequence[Any], findings: Findings
 ) -> set[str]:
-    """Note the files of schedulers whose optimizers are left: other groups have rates of their own."""
+    """Report the files of schedulers whose optimizers are not loaded: other groups have other rates."""
     names = {
         file_names.scheduler_file(index) for index in schedulers_of(schedulers, not_loaded)
     } & reader.names
-    findings.critical += [
-        f"{name} is not loaded: it sets the rates of an optimizer that is not" for name in sorted(names)
-    ]
+    findings.critical += [f"{name} is not loaded: its optimizer is not loaded" for name in sorted(names)]
     return names
 
 
@@ -394,7 +394,7 @@ def _loader_files(loader: Any, index: int) -> list[str]:
 def _check_loader(
     reader: CheckpointReader, loader: Any, index: int, undo: ExitStack, findings: Findings
 ) -> tuple[Any, Any] | None:
-    """Return the loader or its sampler, with its state, if it is still to be loaded."""
+    """Return the loader or its sampler, with its state, if it must still be loaded."""
     name = next((name for name in _loader_files(loader, index) if name in reader.names), None)
     if name is None:
         return None
@@ -404,12 +404,12 @@ def _check_loader(
     try:
         if loadable is not None:
             return target, loadable(state)
-        # One that cannot check a state is loaded now, as that is the only way to see whether it refuses.
+        # One that cannot check a state is loaded now, as only loading shows whether it rejects the state.
         register_undo(target, undo)
         target.load_state_dict(state)
     except Exception as error:
-        fault = f"{name} does not fit loader {index}, which begins from the start without it"
-        findings.critical.append(f"{fault}: {str(error).rstrip('.')}")
+        difference = f"{name} does not fit loader {index}, which begins from the start without it"
+        findings.critical.append(f"{difference}: {str(error).rstrip('.')}")
     return None
 
 
@@ -421,17 +421,17 @@ def _read_gradients(
     states: dict[str, Any],
     findings: Findings,
 ) -> None:
-    """Read the gradients of the open accumulation window, if there is one that can be restored."""
+    """Read the gradients of the open accumulation window, if they can be restored."""
     name = file_names.gradients_file(process_index)
-    # What was gathered on other data shards does not fit.
+    # Gradients of other data shards cannot be used.
     is_same_size = reader.facts.get("world_size") == process.world_size
     if not (models and reader.facts.get("open_window") and name in reader.names and is_same_size):
         return
     gradients = reader.load(name)
     if mismatched := different_gradients(models, gradients):
         findings.critical.append(
-            f"{name} has gradients of an open accumulation window for {', '.join(mismatched)}, which the models "
-            "here do not have in this shape"
+            f"{name} has gradients of an open accumulation window for {', '.join(mismatched)}, which the "
+            "models do not have in this shape"
         )
     else:
         states[name] = gradients
@@ -440,7 +440,7 @@ def _read_gradients(
 def _random_states(reader: CheckpointReader, process_index: int, process: ProcessInfo) -> dict[str, Any]:
     """Read the generators of this process, or derive them. Every process calls it, and opens one file."""
     saved = reader.facts.get("world_size", process.world_size)
-    # Beyond the number that saved, a rank starts from the file of its rank modulo that number.
+    # A rank beyond those that saved starts from the file of its rank modulo their number.
     name = file_names.random_states_file(process_index % saved)
 
     def read() -> dict[str, Any]:
@@ -448,11 +448,11 @@ def _random_states(reader: CheckpointReader, process_index: int, process: Proces
 
     states: dict[str, Any] = run_on_all_ranks(read, process, "reading the random generators")
     if process.world_size > saved:
-        # Collective, so every process of the larger run calls it, also those that keep their own state.
-        known = all_gather_object(fingerprints(states), process)[:saved]
-        if all(known):
-            return random_states_for(process_index, states, known, process)
-    # Without fingerprints of all, new ranks keep the generators that they have.
+        # Collective: every process of the larger run calls it, even those that keep their own state.
+        saved_fingerprints = all_gather_object(fingerprints(states), process)[:saved]
+        if all(saved_fingerprints):
+            return random_states_for(process_index, states, saved_fingerprints, process)
+    # Without the fingerprints of all, new ranks keep their generators.
     return states if process_index < saved else {}
 
 
@@ -474,16 +474,16 @@ def _check_findings(reader: CheckpointReader, findings: Findings, strict: bool |
     fatal = fatal + (findings.others if is_strict else [])
     if fatal:
         raise CheckpointError(
-            f"{reader.folder} and what it is loaded into differ: {'; '.join(fatal)}. Load into the objects "
-            "that were saved, in the same order; or restore what fits, and get a warning of the rest, with "
-            "strict=False."
+            f"{reader.folder} and the objects differ: {'; '.join(fatal)}. Load into the objects "
+            "that were saved, in the same order; or pass strict=False to restore what matches, with a "
+            "warning about the rest."
         )
 
 
 def _warn_differences(reader: CheckpointReader, findings: Findings, process: ProcessInfo) -> None:
-    """Warn of all differences on the main process; on others, of what is their own."""
+    """Warn of all differences on the main process, and of its own on every other process."""
     lines = [*findings.critical, *findings.others, *findings.notes]
-    # The main process has reported what is the same for all; the random generators are each process's own.
+    # The main process reports what is the same on all; random generators differ between processes.
     if not process.is_main:
         lines = [line for line in lines if file_names.random_states_file(process.rank) in line]
     if lines:

@@ -1,4 +1,4 @@
-"""The weights of models in a checkpoint: compared with the models that they are for, and loaded."""
+"""The weights of models in a checkpoint: comparing them with the models, and loading them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compare_models(reader: CheckpointReader, models: Sequence[torch.nn.Module]) 
 
     Args:
         reader: The checkpoint.
-        models: The models, prepared or not; one without a file is passed over.
+        models: The models, prepared or not; one without a file is skipped.
     """
     lines: list[str] = []
     for index, model in enumerate(models):
@@ -28,14 +28,14 @@ def compare_models(reader: CheckpointReader, models: Sequence[torch.nn.Module]) 
             continue
         inner, state = _fitting(model, state)
         expected = inner.state_dict()
-        found = [f"the file has no {name} for model {index}" for name in expected.keys() - state.keys()]
-        found += [f"model {index} has no {name}" for name in state.keys() - expected.keys()]
+        differences = [f"the file has no {name} for model {index}" for name in expected.keys() - state.keys()]
+        differences += [f"model {index} has no {name}" for name in state.keys() - expected.keys()]
         for name in expected.keys() & state.keys():
-            saved, here = _shape(state[name]), _shape(expected[name])
-            if saved != here and not _is_extra(name):
-                found.append(f"{name} has the shape {saved} in the file and {here} in model {index}")
-        lines += sorted(found)
-        del state  # and what it holds of the file, before the next is opened
+            saved, current = _shape(state[name]), _shape(expected[name])
+            if saved != current and not _is_extra(name):
+                differences.append(f"{name} has the shape {saved} in the file and {current} in model {index}")
+        lines += sorted(differences)
+        del state  # frees its memory of the file before the next is opened
     return lines
 
 
@@ -50,9 +50,9 @@ def load_models(
 
     Args:
         reader: The checkpoint.
-        models: The models, prepared or not; one without a file stays as it is.
-        options: Options of `load_state_dict`. With `strict=False` weights of another shape stay too.
-        read_directly: Whether files are read straight into the models' tensors where that is possible.
+        models: The models, prepared or not; one without a file is not changed.
+        options: Options of `load_state_dict`. With `strict=False` weights of another shape are skipped.
+        read_directly: Whether to read files directly into the models' tensors where possible.
     """
     for index, model in enumerate(models):
         state = _load(reader, index)
@@ -61,21 +61,21 @@ def load_models(
         already_read = reader.read_into_model(model, *file_names.model_files(index)) if read_directly else {}
         inner, state = _fitting(model, {**state, **already_read})
         if options.get("strict") is False:
-            # torch passes over missing names only, and raises for shapes.
+            # torch skips only missing names, and raises for shapes.
             expected = inner.state_dict()
             state = {
                 name: value
                 for name, value in state.items()
                 if name in expected and (_is_extra(name) or _shape(value) == _shape(expected[name]))
             }
-        # Through torch's method, also for what `read_into_model` has read: it copies a tensor onto itself at no cost,
-        # checks names and runs the model's hooks.
+        # torch's method also for the weights that `read_into_model` has read: copying a tensor onto itself
+        # costs nothing, names are checked, and the model's hooks run.
         inner.load_state_dict(state, **options)
-        del state, already_read  # and what they hold of the file, before the next is opened
+        del state, already_read  # frees their memory of the file before the next is opened
 
 
 def _load(reader: CheckpointReader, index: int) -> Any:
-    """The state of a model, with what is no weight; None if there is no file."""
+    """Return the state of a model with its extra state; None if there is no file."""
     state = reader.load(*file_names.model_files(index))
     extra = reader.load(file_names.extra_state_file(index))
     return state if state is None or extra is None else {**state, **extra}
@@ -87,11 +87,11 @@ def _is_extra(name: str) -> bool:
 
 
 def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Return the inner model, and the state under its names."""
+    """Return the unwrapped model, and the state under its names."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     expected = inner.state_dict()
     state = without_wrapper_names(state, expected)
-    # Another tool may have written a tied weight under any one of its names.
+    # Another tool may have written a tied weight under any of its names.
     for names in tensors.tied_groups(expected):
         kept = next((name for name in names if name in state), None)
         for name in names:

@@ -1,4 +1,4 @@
-"""The parameter groups in the file of an optimizer, against those of the optimizer that it is for."""
+"""Comparison of the parameter groups in a file with those of the optimizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from accel_ops.modules import extract_model_from_parallel
 def match_groups(
     file: str, index: int, state: Any, optimizer: Any, models: Sequence[Any]
 ) -> tuple[Any, list[str]]:
-    """Compare an optimizer's saved groups with its own; if parameters have names there, number them.
+    """Compare an optimizer's saved groups with its current ones; replace names of parameters by numbers.
 
     Args:
-        file: What the file is called.
+        file: The file's name.
         index: The optimizer's number.
-        state: What the file holds.
-        optimizer: The optimizer, or how it is loaded.
-        models: The models, or how they are loaded. Names are those of the parameters in their states.
+        state: The content of the file.
+        optimizer: The optimizer, or the object that loads it.
+        models: The models, or the objects that load them. Names are those of parameters in their states.
 
     Returns:
         The state, with parameters numbered in the order of the optimizer's groups, and one line for each
@@ -29,49 +29,51 @@ def match_groups(
     """
     saved = state.get("param_groups") if isinstance(state, dict) else None
     inner = getattr(optimizer, "optimizer", optimizer)
-    # One over flat parameters says what is in them.
+    # An optimizer of flat parameters has the names of the parameters in them.
     flat = vars(optimizer).get("names") if hasattr(optimizer, "__dict__") else None
-    own = [group["params"] for group in getattr(inner, "param_groups", ())] if flat is None else flat
-    if not saved or not own or any("params" not in group for group in saved):
-        return state, []  # it has a form of its own, which it checks by itself
-    sizes = [len(group["params"]) for group in saved], [len(group) for group in own]
+    groups = [group["params"] for group in getattr(inner, "param_groups", ())] if flat is None else flat
+    if not saved or not groups or any("params" not in group for group in saved):
+        return state, []  # another format, which the optimizer checks itself
+    sizes = [len(group["params"]) for group in saved], [len(group) for group in groups]
     if sizes[0] != sizes[1]:
         return state, [
             f"{file} has parameter groups of {sizes[0]} parameters, and optimizer {index} has {sizes[1]}"
         ]
-    # torch numbers parameters by default; then the order of the groups is all there is to compare.
+    # torch numbers parameters by default; then only the sizes of the groups can be compared.
     if not all(isinstance(name, str) for group in saved for name in group["params"]):
         return state, []
-    named = _names(models) if flat is None else [(name, name) for group in flat for name in group]
-    return _numbered(file, index, state, own, named)
+    named_parameters = _names(models) if flat is None else [(name, name) for group in flat for name in group]
+    return _numbered(file, index, state, groups, named_parameters)
 
 
 def schedulers_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[int]:
-    """Return which schedulers set the learning rates of some optimizers.
+    """Return the indexes of the schedulers of some optimizers.
 
     Args:
         schedulers: The schedulers, prepared or not.
-        optimizers: The optimizers, or how they are loaded.
+        optimizers: The optimizers, or the objects that load them.
     """
-    meant = {id(inner_optimizer(optimizer)) for optimizer in optimizers}
-    own = [getattr(getattr(item, "scheduler", item), "optimizer", None) for item in schedulers]
-    return [index for index, optimizer in enumerate(own) if id(inner_optimizer(optimizer)) in meant]
+    optimizer_ids = {id(inner_optimizer(optimizer)) for optimizer in optimizers}
+    scheduled = [getattr(getattr(item, "scheduler", item), "optimizer", None) for item in schedulers]
+    return [
+        index for index, optimizer in enumerate(scheduled) if id(inner_optimizer(optimizer)) in optimizer_ids
+    ]
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside of its wrappers.
+    """Return the unwrapped optimizer.
 
     Args:
-        optimizer: The optimizer, prepared or not, or how it is loaded.
+        optimizer: The optimizer, prepared or not, or the object that loads it.
     """
-    # Prepared optimizers, and those that wrap one, hold it under this name.
+    # Prepared optimizers, and other wrappers, have it under this name.
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _names(models: Sequence[Any]) -> list[tuple[str, Any]]:
-    # How a sharded model is loaded is no module, but has it.
+    # The object that loads a sharded model is not a module, but has it.
     plain = [item if isinstance(item, torch.nn.Module) else getattr(item, "model", None) for item in models]
     inner = [
         extract_model_from_parallel(item, keep_torch_compile=False) for item in plain if item is not None
@@ -81,35 +83,41 @@ def _names(models: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _numbered(
-    file: str, index: int, state: Any, own: Sequence[Sequence[Any]], named: Sequence[tuple[str, Any]]
+    file: str,
+    index: int,
+    state: Any,
+    groups: Sequence[Sequence[Any]],
+    named_parameters: Sequence[tuple[str, Any]],
 ) -> tuple[Any, list[str]]:
-    names: dict[int, list[str]] = {}  # of each parameter; tied ones have several
-    for name, value in named:
+    names: dict[int, list[str]] = {}  # of each parameter; tied ones have more than one
+    for name, value in named_parameters:
         names.setdefault(id(value), []).append(name)
-    given = {name: name for group in state["param_groups"] for name in group["params"]}
-    spelled = without_wrapper_names(given, {name for name, _ in named})
-    short = {original: name for name, original in spelled.items()}
+    saved = {name: name for group in state["param_groups"] for name in group["params"]}
+    original_names = without_wrapper_names(saved, {name for name, _ in named_parameters})
+    short_names = {original: name for name, original in original_names.items()}
     numbers: dict[str, int] = {}
-    groups, lines = [], []
-    for place, (group, parameters) in enumerate(zip(state["param_groups"], own, strict=True)):
-        left = {short[original] for original in group["params"]}
-        # Numbers run through all groups, as in torch's own state_dict.
+    numbered_groups, lines = [], []
+    for number, (group, parameters) in enumerate(zip(state["param_groups"], groups, strict=True)):
+        remaining = {short_names[name] for name in group["params"]}
+        # Numbers run through all groups, as in torch's state_dict.
         start = len(numbers)
         for parameter in parameters:
-            called = names.get(id(parameter), [])
-            found = next((name for name in called if name in left), None)
-            if found is None:
+            candidates = names.get(id(parameter), [])
+            name = next((name for name in candidates if name in remaining), None)
+            if name is None:
                 lines.append(
-                    f"{file} has no {called[0]} in group {place} for optimizer {index}"
-                    if called
-                    else f"group {place} of optimizer {index} has a parameter of shape "
-                    f"{list(parameter.shape)} that is in no model here, so that {file} has no name for it"
+                    f"{file} has no {candidates[0]} in group {number} for optimizer {index}"
+                    if candidates
+                    else f"group {number} of optimizer {index} has a parameter of shape "
+                    f"{list(parameter.shape)} that is in no model, so {file} has no name for it"
                 )
             else:
-                left.remove(found)
-                numbers[spelled[found]] = len(numbers)
-        lines += [f"{file} has {name} in group {place}, optimizer {index} has not" for name in sorted(left)]
-        groups.append({**group, "params": list(range(start, len(numbers)))})
-    # State that is of no parameter keeps its key.
+                remaining.remove(name)
+                numbers[original_names[name]] = len(numbers)
+        lines += [
+            f"{file} has {name} in group {number}, optimizer {index} does not" for name in sorted(remaining)
+        ]
+        numbered_groups.append({**group, "params": list(range(start, len(numbers)))})
+    # State of no parameter keeps its key.
     values = {numbers.get(name, name): value for name, value in state["state"].items()}
-    return {**state, "state": values, "param_groups": groups}, lines
+    return {**state, "state": values, "param_groups": numbered_groups}, lines

@@ -1,9 +1,9 @@
-"""Registered objects whose state holds tensors in parts (DTensor), such as an average of sharded weights.
+"""Registered objects whose state has sharded tensors (DTensor), such as an average of sharded weights.
 
-    custom_checkpoint_0.pkl   the state; what is in parts is named there
+    custom_checkpoint_0.pkl   the state, with placeholders for sharded tensors
     custom_checkpoint_0/      those tensors, a folder of torch.distributed.checkpoint
 
-Each process writes its part. They are read in the layout that the object's state has then, on any number of
+Each process writes its shards. They are read in the layout of the object's current state, on any number of
 processes.
 """
 
@@ -28,12 +28,12 @@ from accel_ops.torch_compat import shard_replicated
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.info import ProcessInfo
 
-# The key of a dict that stands for a tensor in parts; unlikely as the only key of a user's dict.
+# The key of a dict that is the placeholder of a sharded tensor; unlikely as the only key of a user's dict.
 _NAME = "accel_ckpt.part"
 
 
 def save_registered(item: Any, index: int, staging: Staging, process: ProcessInfo) -> None:
-    """Write an object's state, of which each process may have a part. Every process must call it.
+    """Write an object's state, which may be sharded. Every process must call it.
 
     Args:
         item: The object, with a `state_dict`.
@@ -50,15 +50,15 @@ def save_registered(item: Any, index: int, staging: Staging, process: ProcessInf
             what = f"registered object {index} ({type(item).__name__})"
             staging.write(values.encode(state, what), file_names.custom_file(index))
 
-    # Together, as the next object begins with a collective, which a full disk here must not leave waiting.
+    # On all ranks: the next object begins with a collective, which would hang if this rank failed alone.
     run_on_all_ranks(write, process, f"writing {file_names.custom_file(index)}")
 
 
 def check_same_on_all_ranks(obj: Any, index: int, state: Any, process: ProcessInfo) -> None:
     """Reject floating-point tensors that differ between processes. Every process must call it.
 
-    They are a process's own parts of something, and a checkpoint keeps those of the first process alone.
-    Integers may differ: counts and the states of random generators do.
+    Such tensors are local shards, and a checkpoint keeps only those of the first process. Integers may
+    differ, as counters and states of random generators do.
 
     Args:
         obj: The registered object.
@@ -67,30 +67,30 @@ def check_same_on_all_ranks(obj: Any, index: int, state: Any, process: ProcessIn
         process: This process.
 
     Raises:
-        ValueError: If there are some.
+        ValueError: If one differs.
     """
-    # DTensors are meant to differ, and are written in parts.
-    own = {
+    # DTensors are expected to differ, and are saved sharded.
+    local = {
         path: digest(tensor)
         for path, tensor in _tensors(state).items()
         if not isinstance(tensor, DTensor) and (tensor.is_floating_point() or tensor.is_complex())
     }
-    everyone = all_gather_object(own, process)
-    if any(other != own for other in everyone):
-        paths = dict.fromkeys(path for found in everyone for path in found)
-        path = next(path for path in paths if len({found.get(path) for found in everyone}) > 1)
-        shapes = [found[path][0] if path in found else None for found in everyone]
+    per_rank = all_gather_object(local, process)
+    if any(other != local for other in per_rank):
+        paths = dict.fromkeys(path for digests in per_rank for path in digests)
+        path = next(path for path in paths if len({digests.get(path) for digests in per_rank}) > 1)
+        shapes = [digests[path][0] if path in digests else None for digests in per_rank]
         raise ValueError(
             f"The state of registered object {index} ({type(obj).__name__}) differs between processes in "
-            f"{path}, of the shapes {shapes}: a checkpoint keeps the first process's tensors alone. If it is "
-            "a part of a sharded model's parameters, keep DTensors (parameter.detach().clone() with "
-            "fsdp_version=2) or whole tensors (accelerator.get_state_dict(model)); if it is each process's "
-            "own, let state_dict() gather it (accelerator.gather)."
+            f"{path}, of the shapes {shapes}: a checkpoint keeps only the first process's tensors. If it is "
+            "a shard of a sharded model's parameters, keep DTensors (parameter.detach().clone() with "
+            "fsdp_version=2) or full tensors (accelerator.get_state_dict(model)); if each process has its "
+            "own, gather it in state_dict() (accelerator.gather)."
         )
 
 
 def save_registered_shards(index: int, state: Any, staging: Staging, process: ProcessInfo) -> Any:
-    """Write the tensors of a state that are in parts. Every process must call it.
+    """Write the sharded tensors of a state. Every process must call it.
 
     Args:
         index: The number of the registered object.
@@ -99,22 +99,22 @@ def save_registered_shards(index: int, state: Any, staging: Staging, process: Pr
         process: This process.
 
     Returns:
-        The state with names in the places of those tensors.
+        The state with placeholders instead of those tensors.
     """
-    parts: dict[str, DTensor] = {}
+    shards: dict[str, DTensor] = {}
 
     def take(path: str, tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
-        # Numbered, not named by their place: the place has dots and quotes, and DCP joins names with dots.
-        name = str(len(parts))
-        parts[name] = cast("DTensor", tensor.detach())
+        # Numbered, not named by their path: the path has dots and quotes, and DCP joins names with dots.
+        name = str(len(shards))
+        shards[name] = cast("DTensor", tensor.detach())
         return {_NAME: name}
 
-    left = _map(take, state)
-    if parts:
-        write_sharded({"parts": parts}, file_names.custom_folder(index), staging, process)
-    return left
+    rest = _map(take, state)
+    if shards:
+        write_sharded({"parts": shards}, file_names.custom_folder(index), staging, process)
+    return rest
 
 
 def load_registered_shards(
@@ -126,99 +126,99 @@ def load_registered_shards(
     sharded: bool,
     process: ProcessInfo,
 ) -> Any:
-    """Lay a state out as the object's present one is, with the tensors that were saved in parts.
+    """Return a saved state in the layout of the object's current state.
 
     Every process must call it.
 
     Args:
         obj: The registered object.
         index: Its number.
-        saved: What its file holds.
+        saved: The content of its file.
         folder: The checkpoint's folder, checked.
         names: Its files.
-        sharded: Whether models are sharded here.
+        sharded: Whether models are sharded now.
         process: This process.
 
     Returns:
-        The state: tensors are in parts where those of the present state are.
+        The state: tensors are sharded where those of the current state are.
 
     Raises:
-        CheckpointError: If the folder does not have what the file names, or models are sharded here and the
-            present state has no place for a tensor that was saved in parts.
+        CheckpointError: If the folder does not have a tensor that the file names, or models are sharded now
+            and the current state has no DTensor for one that was saved sharded.
     """
-    present = _tensors(run_on_all_ranks(obj.state_dict, process, f"state_dict of registered object {index}"))
-    place = folder / file_names.custom_folder(index)
-    parts: dict[str, torch.Tensor] = {}
-    # A folder that is not there: nothing was in parts when it was saved.
-    if any(name.startswith(f"{place.name}/") for name in names):
-        index_read = read_index(place, process)
+    current = _tensors(run_on_all_ranks(obj.state_dict, process, f"state_dict of registered object {index}"))
+    shard_folder = folder / file_names.custom_folder(index)
+    shards: dict[str, torch.Tensor] = {}
+    # Without the folder, nothing was sharded when it was saved.
+    if any(name.startswith(f"{shard_folder.name}/") for name in names):
+        index_read = read_index(shard_folder, process)
         entries: dict[str, Any] = {
             name.removeprefix("parts."): entry for name, entry in index_read.state_dict_metadata.items()
         }
         paths = {value[_NAME]: path for path, value in _tensors(saved).items() if isinstance(value, dict)}
         for name, path in paths.items():
-            if sharded and not _fits(present.get(path), entries[name]):
+            if sharded and not _fits(current.get(path), entries[name]):
                 raise CheckpointError(
-                    f"{file_names.custom_file(index)}: {path} was saved in parts, and registered object "
+                    f"{file_names.custom_file(index)}: {path} was saved sharded, and registered object "
                     f"{index} ({type(obj).__name__}) has no DTensor of shape {tuple(entries[name].size)} "
-                    "there now, while models are sharded. Make its tensors before load_state, as in the run "
-                    "that saved; an optimizer is prepared instead of registered."
+                    "there now, while models are sharded. Create its tensors before load_state, as in the "
+                    "run that saved; prepare an optimizer instead of registering it."
                 )
-            parts[name] = _empty(present.get(path), entries[name])
-        read_folder({"parts": parts}, place, process, index_read)
+            shards[name] = _empty(current.get(path), entries[name])
+        read_folder({"parts": shards}, shard_folder, process, index_read)
 
     def put(path: str, value: Any) -> Any:
-        return parts[value[_NAME]] if isinstance(value, dict) else _laid_out(value, present.get(path))
+        return shards[value[_NAME]] if isinstance(value, dict) else _shard_like(value, current.get(path))
 
     return _map(put, saved)
 
 
 def _map(function: Callable[[str, Any], Any], node: Any, path: str = "state") -> Any:
-    """Apply a function to each tensor of a state, and to what stands for one, with its place as code."""
+    """Apply a function to each tensor or placeholder of a state, with its path as code."""
     if isinstance(node, torch.Tensor) or (isinstance(node, dict) and node.keys() == {_NAME}):
         return function(path, node)
     inside = children(node)
     if inside is None:
         return node
-    places = [f"{path}[{key!r}]" for key in keys(node)]
-    # Rebuilt in the node's own type: namedtuples and OrderedDicts come out as they were.
-    return rebuild(node, [_map(function, *pair) for pair in zip(inside, places, strict=True)])
+    paths = [f"{path}[{key!r}]" for key in keys(node)]
+    # Rebuilt in the node's type: namedtuples and OrderedDicts keep theirs.
+    return rebuild(node, [_map(function, *pair) for pair in zip(inside, paths, strict=True)])
 
 
 def _tensors(state: Any) -> dict[str, Any]:
-    """The tensors of a state, and what stands for one, by their place."""
-    found: dict[str, Any] = {}
+    """Return the tensors and placeholders of a state, by path."""
+    tensors: dict[str, Any] = {}
 
-    def note(path: str, tensor: Any) -> Any:
-        found[path] = tensor
+    def record(path: str, tensor: Any) -> Any:
+        tensors[path] = tensor
         return tensor
 
-    _map(note, state)
-    return found
+    _map(record, state)
+    return tensors
 
 
-def _laid_out(value: torch.Tensor, present: Any) -> torch.Tensor:
-    """A whole tensor, which every process has, in parts where the present one is."""
-    if not isinstance(present, DTensor) or present.shape != value.shape:
+def _shard_like(value: torch.Tensor, current: Any) -> torch.Tensor:
+    """Shard a full tensor, which every process has, if the current one is sharded."""
+    if not isinstance(current, DTensor) or current.shape != value.shape:
         return value
-    whole = value.to(present.device_mesh.device_type)
-    return shard_replicated(whole, present.device_mesh, present.placements)
+    full = value.to(current.device_mesh.device_type)
+    return shard_replicated(full, current.device_mesh, current.placements)
 
 
-def _fits(present: Any, entry: Any) -> bool:
-    return isinstance(present, DTensor) and present.shape == entry.size
+def _fits(current: Any, entry: Any) -> bool:
+    return isinstance(current, DTensor) and current.shape == entry.size
 
 
-def _empty(present: Any, entry: Any) -> torch.Tensor:
-    """A tensor to read into: laid out as the one that is there now, or whole."""
+def _empty(current: Any, entry: Any) -> torch.Tensor:
+    """Return a tensor to read into: in the layout of the current one, or full."""
     dtype = entry.properties.dtype
-    if isinstance(present, torch.Tensor) and present.shape == entry.size:
-        return torch.empty_like(present, dtype=dtype).detach()
+    if isinstance(current, torch.Tensor) and current.shape == entry.size:
+        return torch.empty_like(current, dtype=dtype).detach()
     return torch.empty(entry.size, dtype=dtype)
 
 
 def digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    """Return what identifies a tensor's value: its shape, and a digest of its bits."""
+    """Return the shape of a tensor, and a digest of its bits."""
     shape = tuple(tensor.shape)
     if tensor.is_meta or not tensor.numel():
         return shape, ""

@@ -21,11 +21,11 @@ def get_rng_state(process: ProcessInfo) -> dict[str, Any]:
         process: This process; its device's generator is read.
 
     Returns:
-        States by the names that checkpoints use. Tensors, arrays and numbers alone, so that reading them back
-        runs no code. numpy's is there if numpy is in use.
+        States by the names that checkpoints use. Only tensors, arrays and numbers, so that reading them back
+        runs no code. numpy's is included if numpy is imported.
     """
     states: dict[str, Any] = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
-    # Not imported for this: a program without numpy has no generator of it to save.
+    # Not imported for this: a program without numpy does not use its generator.
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -39,15 +39,15 @@ def set_rng_state(states: dict[str, Any], process: ProcessInfo) -> list[str]:
     """Set the generators to states that were read before.
 
     Args:
-        states: What `get_rng_state` returned, there or in another implementation of these checkpoints.
+        states: What `get_rng_state` returned, here or in another implementation of these checkpoints.
         process: This process.
 
     Returns:
-        The names of the generators of this process that `states` says nothing about.
+        The names of this process's generators that `states` does not have.
     """
     expected = ["random_state", "torch_manual_seed"]
     if "random_state" in states:
-        # A tuple is a list where another implementation wrote it, and setstate wants a tuple.
+        # Another implementation may write the tuple as a list, and setstate needs a tuple.
         version, internal, gauss = states["random_state"]
         random.setstate((version, tuple(internal), gauss))
     if "torch_manual_seed" in states:
@@ -59,19 +59,19 @@ def set_rng_state(states: dict[str, Any], process: ProcessInfo) -> list[str]:
     if process.device.type != "cpu":
         expected.append(device_key(process))
         if device_key(process) in states:
-            device_spec(process.device).set_rng_state(_own(states[device_key(process)], process))
+            device_spec(process.device).set_rng_state(_select_state(states[device_key(process)], process))
     return [name for name in expected if name not in states]
 
 
 def device_key(process: ProcessInfo) -> str:
-    """Return what checkpoints call the generator of this process's device."""
+    """Return the name of the generator of this process's device in checkpoints."""
     return f"torch_{process.device.type}_manual_seed"
 
 
-def _own(state: Any, process: ProcessInfo) -> Any:
-    """Pick this process's state; others write one per device that they see."""
+def _select_state(state: Any, process: ProcessInfo) -> Any:
+    """Return this process's state; other implementations save one per visible device."""
     if not isinstance(state, list | tuple):
         return state
-    # One of several devices' states: by this device's number, or the first where there are fewer.
+    # By this device's index, or the first if there are fewer.
     index = process.device.index or 0
     return state[index if index < len(state) else 0]

@@ -1,12 +1,12 @@
-"""Random generators for another number of processes than the one that saved.
+"""Random generators for another number of processes than that of the save.
 
-The rule, for each generator (Python's, numpy's, torch's and the device's) by itself:
+The rule, for each generator (Python's, numpy's, torch's and the device's) separately:
 
-1. A rank that was there takes its own state.
-2. If the generator was in the same state on all ranks, a new rank takes that state too: what was in step
-   stays in step.
+1. A rank that existed takes its own state.
+2. If the generator was in the same state on all ranks, a new rank takes that state too: generators in step
+   stay in step.
 3. Otherwise a new rank r gets a generator seeded with the first eight bytes of
-   sha256("accel-ckpt/<generator>/<r>/" + the saved state of rank r modulo the number that saved).
+   sha256("accel-ckpt/<generator>/<r>/" + the saved state of rank r modulo the number of ranks that saved).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def fingerprints(states: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of the state of each generator, by which ranks learn whether it was the same on all."""
+    """Return a digest of the state of each generator, to compare the states of all ranks."""
     return {name: hashlib.sha256(_to_bytes(state)).hexdigest() for name, state in states.items()}
 
 
@@ -36,8 +36,8 @@ def random_states_for(
 
     Args:
         rank: The rank.
-        states: What rank `rank % len(saved)` has saved.
-        saved: The `fingerprints` of what each rank has saved, in rank order.
+        states: The saved states of rank `rank % len(saved)`.
+        saved: The `fingerprints` of the saved states of each rank, in rank order.
         process: This process, for the type of the device's generator.
 
     Returns:
@@ -47,11 +47,11 @@ def random_states_for(
         return states
     derived = dict(states)
     for name, state in states.items():
-        differs = len({known.get(name) for known in saved}) > 1
+        differs = len({prints.get(name) for prints in saved}) > 1
         if name in _SEEDED and differs:
             derived[name] = _SEEDED[name](_seed(name, rank, _to_bytes(state)))
         elif name == device_key(process) and differs:
-            derived[name] = [_of_torch(_seed(name, rank, _to_bytes(state)), process.device)]
+            derived[name] = [_torch_state(_seed(name, rank, _to_bytes(state)), process.device)]
     return derived
 
 
@@ -60,26 +60,26 @@ def _seed(name: str, rank: int, raw: bytes) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # fits into a signed 64-bit integer
 
 
-def _of_python(seed: int) -> Any:
+def _python_state(seed: int) -> Any:
     return random.Random(seed).getstate()
 
 
-def _of_numpy(seed: int) -> Any:
+def _numpy_state(seed: int) -> Any:
     import numpy as np
 
-    # RandomState takes 32-bit words.
-    words = [seed & 0xFFFFFFFF, seed >> 32]
-    return np.random.RandomState(np.array(words, dtype=np.uint32)).get_state()
+    # RandomState takes 32-bit integers.
+    halves = [seed & 0xFFFFFFFF, seed >> 32]
+    return np.random.RandomState(np.array(halves, dtype=np.uint32)).get_state()
 
 
-def _of_torch(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def _torch_state(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.Generator(device).manual_seed(seed).get_state()
 
 
 _SEEDED: dict[str, Callable[[int], Any]] = {
-    "random_state": _of_python,
-    "numpy_random_seed": _of_numpy,
-    "torch_manual_seed": _of_torch,
+    "random_state": _python_state,
+    "numpy_random_seed": _numpy_state,
+    "torch_manual_seed": _torch_state,
 }
 
 
@@ -92,5 +92,5 @@ def _to_bytes(state: Any) -> bytes:
         return raw
     if isinstance(state, list | tuple):
         return b"(" + b",".join(map(_to_bytes, state)) + b")"
-    # Texts, ints, floats and None, whose repr is the same in every version of Python 3.
+    # Strings, ints, floats and None, whose repr is the same in every version of Python 3.
     return repr(state).encode()

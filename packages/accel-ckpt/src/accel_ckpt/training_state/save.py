@@ -1,4 +1,4 @@
-"""Saving the state of a training run: what goes into which file of a checkpoint folder."""
+"""Saving the state of a training run into the files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -38,70 +38,70 @@ def save_accelerator_state(
     gathered: bool = False,
     process: ProcessInfo | None = None,
 ) -> str:
-    """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
+    """Save models, optimizers, schedulers, loaders, the loss scale and the random generators. Every process
     must call it.
 
-    The main process writes what is the same everywhere; each process writes its random generators. Into a
-    folder that `staged` has opened, the files are written as they are; any other folder appears, or is
-    replaced, as a whole.
+    The main process writes what is the same on all ranks; each process writes its random generators. If
+    `staged` has opened the folder, the files are written into it; any other folder appears, or is replaced,
+    atomically.
 
     Args:
         output_dir: The checkpoint folder.
-        model_states: State dict of each model, full; only read where shared files are written.
+        model_states: The full state dict of each model; only used on processes that write shared files.
         optimizers: The optimizers.
         schedulers: The schedulers.
-        dataloaders: The loaders; what has a `state_dict` is saved, the loader itself or its sampler.
+        dataloaders: The loaders; the state of the loader is saved, or else that of its sampler.
         process_index: Rank of this process, for the name of its random generators.
         step: Micro-batches in the open accumulation window.
         scaler: The loss scaler of fp16 training.
-        save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
+        save_on_each_node: Whether each machine with its own disk gets the shared files too.
         safe_serialization: Whether weights are safetensors, or torch files.
-        gradients: What `get_gradients` returned here, in the middle of an accumulation window.
-        window: What else this process knows of the accumulation window; plain values.
-        frozen: For each model, the names of weights that get a file of their own; with none, each model is
-            in one file.
-        gathered: Whether the models' states were gathered from what FSDP has sharded. Their files, unless
-            `frozen` divides them, are then `pytorch_model_fsdp.bin` and so on, with
-            `safe_serialization` too: other implementations look for these.
+        gradients: What `get_gradients` returned on this process, in the middle of an accumulation window.
+        window: This process's state of the accumulation window; plain values.
+        frozen: For each model, the names of the weights that get their own file; if empty, each model is in
+            one file.
+        gathered: Whether the models' states were gathered from FSDP. Their files, unless `frozen` splits
+            them, are then `pytorch_model_fsdp.bin` and so on, even with `safe_serialization`: other
+            implementations look for these.
         process: This process; by default the current one.
 
     Returns:
         The checkpoint folder.
 
     Raises:
-        ValueError: If safetensors cannot hold a weight, or a state has a value that no load would take.
-        Exception: What else went wrong here; a CheckpointError on the other processes. The folder is as it
-            was before.
+        ValueError: If safetensors cannot store a weight, or a state has a value that no load would accept.
+        Exception: Any other error of this process; a CheckpointError on the other processes. The folder is
+            unchanged.
     """
     process = current_process() if process is None else process
     with staged(output_dir, save_on_each_node=save_on_each_node, process=process) as staging:
         staging.facts["step"] = step
-        # Collected before any is written: a state_dict that fails leaves no half checkpoint.
-        parts: dict[str, Any] = {}
+        # Collected before any is written: a failing state_dict leaves no partial checkpoint.
+        contents: dict[str, Any] = {}
         if staging.writes_shared:
             for index, state in enumerate(model_states):
                 names = frozen[index] if frozen else ()
                 weights, indexes = split_into_files(
                     state, index, names, safe_serialization, gathered=gathered
                 )
-                parts |= {
-                    name: part if name.endswith(".safetensors") else values.encode(part, f"model {index}")
-                    for name, part in weights.items()
+                contents |= {
+                    name: state if name.endswith(".safetensors") else values.encode(state, f"model {index}")
+                    for name, state in weights.items()
                 }
                 for name, content in indexes.items():
                     staging.write_bytes(content, name)
-            parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
-            staging.facts["loaders"] = [_order(part) for name, part in parts.items() if _is_loader(name)]
-        own = {"step": step} if window is None else {"step": step, "window": window}
-        parts[file_names.random_states_file(process_index)] = {**own, **get_rng_state(process)}
-        # In facts on every process; `_seal` writes those of the process that owns the folder.
+            contents |= _shared_states(optimizers, schedulers, dataloaders, scaler)
+            staging.facts["loaders"] = [_order(state) for name, state in contents.items() if _is_loader(name)]
+        window_state = {"step": step} if window is None else {"step": step, "window": window}
+        contents[file_names.random_states_file(process_index)] = {**window_state, **get_rng_state(process)}
+        # In the facts of every process; `_seal` writes those of the process that commits.
         if gradients is not None:
             staging.facts["open_window"] = True
-            parts[file_names.gradients_file(process_index)] = gradients
+            contents[file_names.gradients_file(process_index)] = gradients
         if staging.buffer is None:
-            # Tensors only, as the rest is small: a bar needs no exact total.
-            staging.progress.total = sum(map(_tensor_bytes, parts.values()))
-        staging.write_all(parts)
+            # Only tensors, as the rest is small: a progress bar needs no exact total.
+            staging.progress.total = sum(map(_tensor_bytes, contents.values()))
+        staging.write_all(contents)
         return str(staging.target)
 
 
@@ -110,12 +110,12 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
 
     Args:
         obj: Anything with a `state_dict`.
-        path: The checkpoint folder; one that `staged` has opened, or any other.
+        path: The checkpoint folder, opened by `staged` or not.
         index: Its number, for the name of the file.
-        save_on_each_node: Whether one process per machine saves, instead of one of all.
+        save_on_each_node: Whether one process per machine saves, instead of only the main process.
 
     Raises:
-        ValueError: If its state has a value that no load would take; it names it.
+        ValueError: If its state has a value that no load would accept; it names it.
     """
     file = Path(path) / file_names.custom_file(index)
     staging = find_open_staging(path)
@@ -127,29 +127,29 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         staging.write(state, file_names.custom_file(index))
 
 
-def _shared_parts(
+def _shared_states(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
     dataloaders: Sequence[Any],
     scaler: torch.amp.GradScaler | None,
 ) -> dict[str, Any]:
-    """The states that are the same on all processes, apart from weights, by the name of their file."""
-    parts: dict[str, Any] = {
+    """Return the states that are the same on all processes, except weights, by file name."""
+    states: dict[str, Any] = {
         file_names.optimizer_file(i): _state_of(item, f"optimizer {i}") for i, item in enumerate(optimizers)
     }
-    parts |= {
+    states |= {
         file_names.scheduler_file(i): _state_of(item, f"scheduler {i}") for i, item in enumerate(schedulers)
     }
     for index, loader in enumerate(dataloaders):
         sampler = getattr(loader, "sampler", None)
         if hasattr(loader, "state_dict"):
-            parts[file_names.loader_file(index)] = _state_of(loader, f"loader {index}")
-        # The order of `_check_loader`: the loader's own state comes before its sampler's.
+            states[file_names.loader_file(index)] = _state_of(loader, f"loader {index}")
+        # The order of `_check_loader`: the loader's state comes before its sampler's.
         elif sampler is not None and hasattr(sampler, "state_dict"):
-            parts[file_names.sampler_file(index)] = _state_of(sampler, f"sampler {index}")
+            states[file_names.sampler_file(index)] = _state_of(sampler, f"sampler {index}")
     if scaler is not None:
-        parts[file_names.SCALER] = scaler.state_dict()
-    return parts
+        states[file_names.SCALER] = scaler.state_dict()
+    return states
 
 
 def _state_of(item: Any, what: str) -> Any:
@@ -162,9 +162,9 @@ def _is_loader(name: str) -> bool:
 
 
 def _order(state: Any) -> dict[str, int]:
-    """The seed and the epoch of a loader's order, for readers of the manifest."""
-    known = state if isinstance(state, dict) else {}
-    return {key: known[key] for key in ("seed", "epoch") if isinstance(known.get(key), int)}
+    """Return the seed and the epoch of a loader's order, for readers of the manifest."""
+    values = state if isinstance(state, dict) else {}
+    return {key: values[key] for key in ("seed", "epoch") if isinstance(values.get(key), int)}
 
 
 def _tensor_bytes(state: Any) -> int:

@@ -1,4 +1,4 @@
-"""Putting objects back as they were when a load fails."""
+"""Restore objects when a load fails."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accel_ops.trees.walk import recursively_apply
 
 
 def register_undo(item: Any, undo: contextlib.ExitStack) -> None:
-    """Have an object with a `state_dict` put back as it is now.
+    """Register a callback that restores an object with a `state_dict` to its current state.
 
     Args:
-        item: The object. One that has no state yet, so that its `state_dict` fails, is not put back.
-        undo: What is called if the load fails.
+        item: The object. It is not restored if its `state_dict` fails, as it has no state yet.
+        undo: The stack of callbacks that is closed if the load fails.
     """
     with contextlib.suppress(Exception):
         undo.callback(_restore_state, item, recursively_apply(_copy, item.state_dict()))
@@ -30,16 +30,16 @@ def _restore_state(item: Any, state: Any) -> None:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    # Like what is read from a file: on the CPU.
+    # On the CPU, as if read from a file.
     return tensor.detach().clone() if isinstance(tensor, DTensor) else tensor.detach().to("cpu", copy=True)
 
 
 @contextlib.contextmanager
 def undo_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context that puts an optimizer's state and groups back if it is left with an error.
+    """A context that restores an optimizer's state and groups if it is left with an error.
 
     Args:
-        optimizer: The optimizer itself, in no wrapper.
+        optimizer: The unwrapped optimizer.
     """
     restore_state = make_undo(optimizer)
     try:
@@ -50,14 +50,14 @@ def undo_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def make_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's state and groups back, if the state's tensors are not written to."""
-    state, others = dict(optimizer.state), {**vars(optimizer)}
+    """Return a function that restores an optimizer's state and groups; state tensors are not copied."""
+    state, attributes = dict(optimizer.state), {**vars(optimizer)}
     restore_groups = make_groups_undo(optimizer)
 
     def restore_state() -> None:
-        # Attributes as well, as a step may change them.
-        vars(optimizer).update(others)
-        # In place: what wraps another optimizer lets nobody set these two.
+        # Attributes too, as a step may change them.
+        vars(optimizer).update(attributes)
+        # In place: wrappers of optimizers do not allow setting these two.
         optimizer.state.clear()
         optimizer.state.update(state)
         restore_groups()
@@ -66,7 +66,7 @@ def make_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def make_groups_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's groups back; their tensors stay the same, with the values of now."""
+    """Return a function that restores an optimizer's groups, with copies of the values of their tensors."""
     groups = [
         (group, dict(group), {key: value.clone() for key, value in group.items() if torch.is_tensor(value)})
         for group in optimizer.param_groups

@@ -1,1 +1,1 @@
-"""Weight files, and where each weight of a model goes."""
+"""Weight files, and the placement of weights in a model."""

@@ -1,8 +1,8 @@
-"""Weight files: one, or several with an index that says which weight is in which.
+"""Weight files: one file, or shards with an index.
 
     model.safetensors                                              (pytorch_model.bin without safetensors)
     model-00001-of-00002.safetensors ... model.safetensors.index.json
-    model_extra_state.bin                                          modules' extra state, beside safetensors
+    model_extra_state.bin                                          modules' extra state, next to safetensors
 
 The index has `metadata.total_size` (bytes) and `weight_map` (file by name).
 """
@@ -38,12 +38,12 @@ Folder = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One of the files that hold the weights of a model.
+    """A file of weights of a model.
 
     Args:
-        path: Where it is.
-        name: How the index names it.
-        weight_map: File by name of the weight, as the index says; None where there is no index.
+        path: Its path.
+        name: Its name in the index.
+        weight_map: The index: file by name of the weight; None without an index.
     """
 
     path: Path
@@ -54,16 +54,16 @@ class WeightFile:
         """Return the entries of the file without those that the index assigns to another file.
 
         Args:
-            content: What the file holds, by name.
+            content: The content of the file, by name.
         """
         weight_map = self.weight_map or {}
-        elsewhere = {name for name in content if weight_map.get(name, self.name) != self.name}
-        copies = {id(content[name]) for name in elsewhere}
-        # An index of safetensors lists a tied weight under one of its names: the others go with it.
+        in_other_files = {name for name in content if weight_map.get(name, self.name) != self.name}
+        copies = {id(content[name]) for name in in_other_files}
+        # An index of safetensors lists a tied weight under only one of its names.
         return {
             name: value
             for name, value in content.items()
-            if name not in elsewhere and (name in weight_map or id(value) not in copies)
+            if name not in in_other_files and (name in weight_map or id(value) not in copies)
         }
 
 
@@ -71,38 +71,38 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Read a size in bytes.
 
     Args:
-        size: A number of bytes, or text such as "10GB" (powers of 1000) or "1MiB" (powers of 1024). A small
-            b at its end stands for bits.
+        size: A number of bytes, or text such as "10GB" (powers of 1000) or "1MiB" (powers of 1024). A
+            lower-case b at its end stands for bits.
 
     Raises:
         ValueError: If it is neither.
     """
     if isinstance(size, int):
         return size
-    found = _SIZE.fullmatch(str(size).strip())
-    if found is None:
+    match = _SIZE.fullmatch(str(size).strip())
+    if match is None:
         raise ValueError(f"a size is a number of bytes, or text such as '5GB' or '200MiB', not {size!r}.")
-    number, unit, binary, ending = found.groups()
+    number, unit, binary, ending = match.groups()
     count = float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()]
     return int(count / 8 if ending == "b" else count)
 
 
 def split_by_size(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Split weights into files, in their order; one that is larger than a file gets its own.
+    """Split weights into shards, in order; a weight that is larger than a shard gets its own.
 
     Args:
         sizes: Size of each weight, in bytes.
-        max_bytes: Size of a file at most.
+        max_bytes: The maximum size of a shard.
     """
-    parts: list[list[str]] = [[]]
+    shards: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
-        if parts[-1] and used + size > max_bytes:
-            parts.append([])
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
             used = 0
-        parts[-1].append(name)
+        shards[-1].append(name)
         used += size
-    return parts
+    return shards
 
 
 def save_weights(
@@ -111,25 +111,25 @@ def save_weights(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> list[str]:
-    """Write weights into a folder, on this process. Other files there stay; weights that an earlier save has
-    put there go.
+    """Write weights into a folder, on this process. Weights of a previous save are replaced; other files
+    are not changed.
 
-    All files are on the disk before the first takes its place, and the index comes last, so that there is
-    never an index over files of different saves.
+    All files are on the disk before the first is renamed, and the index is written last, so that an index
+    never refers to files of different saves.
 
     Args:
-        state_dict: Tensors by name. Of tied ones safetensors keep the first, and know the others' names. What
-            a module's `get_extra_state` returned may be of any type that states may have.
-        folder: The folder; made if it is not there.
-        max_shard_size: Size of a file at most, as for `convert_file_size_to_int`.
+        state_dict: Tensors by name. Of tied ones safetensors store the first, and the names of the others.
+            Extra state (`get_extra_state`) may be of any type that states may have.
+        folder: The folder; created if it does not exist.
+        max_shard_size: The maximum size of a file, as for `convert_file_size_to_int`.
         safe_serialization: Whether to write safetensors, or torch files.
 
     Returns:
         The names of the files.
 
     Raises:
-        ValueError: If safetensors cannot hold a weight, no load would take a value, or the size cannot be
-            read.
+        ValueError: If safetensors cannot store a weight, no load would accept a value, or the size is
+            invalid.
     """
     max_bytes = convert_file_size_to_int(max_shard_size)
     if max_bytes < 1:
@@ -140,41 +140,41 @@ def save_weights(
         (root / name).exists() for name in (SAFE_NAME, f"{SAFE_NAME}.index.json")
     ):
         warn(
-            f"{root} has {SAFE_NAME} of an earlier save, which is read before {TORCH_NAME}. Delete "
-            "what is not wanted.",
+            f"{root} has {SAFE_NAME} of a previous save, which is read instead of {TORCH_NAME}. Delete "
+            "the one that you do not want.",
         )
-    found = {name: value for name, value in state_dict.items() if is_extra_state(name, value)}
-    extra: dict[str, Any] = values.encode(found, "the model")
+    unencoded = {name: value for name, value in state_dict.items() if is_extra_state(name, value)}
+    extra: dict[str, Any] = values.encode(unencoded, "the model")
     weights = {name: value for name, value in state_dict.items() if name not in extra}
     kept, tied = _split(weights, safe_serialization)
     sizes = {name: value.numel() * value.element_size() for name, value in kept.items()}
-    beside = [EXTRA_NAME] if extra and safe_serialization else []
+    extra_files = [EXTRA_NAME] if extra and safe_serialization else []
     if not safe_serialization:
         kept, sizes = {**kept, **extra}, {**sizes, **dict.fromkeys(extra, 0)}
-    parts = split_by_size(sizes, max_bytes)
+    shards = split_by_size(sizes, max_bytes)
     stem, _, suffix = (SAFE_NAME if safe_serialization else TORCH_NAME).rpartition(".")
     files = [
-        f"{stem}.{suffix}" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}"
-        for number in range(1, len(parts) + 1)
+        f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        for number in range(1, len(shards) + 1)
     ]
-    # Drafts of two saves at the same time do not meet.
-    mark = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    # Unique, so that concurrent saves do not use the same temporary files.
+    token = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
     weight_map: dict[str, str] = {}
     try:
-        for name, part in zip(files, parts, strict=True):
-            others = {other: first for other, first in tied.items() if first in part}
-            _write_part(kept, others, part, root / f".{name}.{mark}", safe_serialization)
+        for name, shard in zip(files, shards, strict=True):
+            tied_names = {other: first for other, first in tied.items() if first in shard}
+            _write_shard(kept, tied_names, shard, root / f".{name}.{token}", safe_serialization)
             # An index of safetensors has no tied names, as the files' metadata has them.
-            weight_map |= dict.fromkeys([*part, *([] if safe_serialization else others)], name)
-        for name in beside:
-            tensors.write(extra, root / f".{name}.{mark}")
-            flush(root / f".{name}.{mark}")
-        files += beside
-        _replace(root, files, mark, stem, suffix)
+            weight_map |= dict.fromkeys([*shard, *([] if safe_serialization else tied_names)], name)
+        for name in extra_files:
+            tensors.write(extra, root / f".{name}.{token}")
+            flush(root / f".{name}.{token}")
+        files += extra_files
+        _replace(root, files, token, stem, suffix)
     finally:
-        for name in {*files, *beside}:
-            (root / f".{name}.{mark}").unlink(missing_ok=True)
-    if len(parts) > 1:
+        for name in {*files, *extra_files}:
+            (root / f".{name}.{token}").unlink(missing_ok=True)
+    if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         files.append(f"{stem}.{suffix}.index.json")
         with replacing(root / files[-1]) as draft:
@@ -184,18 +184,18 @@ def save_weights(
 
 
 def find_weight_files(checkpoint: Folder) -> list[WeightFile]:
-    """Find the files that hold the weights of a model.
+    """Find the weight files of a model.
 
     Args:
-        checkpoint: A file of weights, an index under any name, or a folder with one of either (an index
-            there ends in `.index.json`); where it has safetensors and torch files, the former.
+        checkpoint: A file of weights, an index of any name, or a folder with either (an index there ends in
+            `.index.json`); safetensors are preferred to torch files.
 
     Returns:
         The files.
 
     Raises:
-        FileNotFoundError: If there are none; or the index names files that are not there.
-        ValueError: If a folder has several indexes, so that it is not clear which is meant.
+        FileNotFoundError: If there are none; or the index names files that do not exist.
+        ValueError: If a folder has several indexes, so that the choice is ambiguous.
         CorruptCheckpointError: If an index is damaged, or names what is not a plain file in its folder; if a
             file is a pipe, a device or a folder.
     """
@@ -206,7 +206,7 @@ def find_weight_files(checkpoint: Folder) -> list[WeightFile]:
         )
     if not path.is_dir():
         return _listed(path) if _is_index(regular_file(path)) else [WeightFile(path, path.name)]
-    # A single file before an index: save_weights deletes the other, another tool may leave both.
+    # A single file before an index: save_weights deletes the other, but another tool may leave both.
     for name in (SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"):
         if (path / name).exists():
             file = path / name
@@ -218,18 +218,18 @@ def find_weight_files(checkpoint: Folder) -> list[WeightFile]:
         raise ValueError(
             f"{path} has several indexes: {', '.join(i.name for i in indexes)}. Name one of them."
         )
-    there = ", ".join(sorted(child.name for child in path.iterdir())) or "nothing"
+    existing = ", ".join(sorted(child.name for child in path.iterdir())) or "nothing"
     raise FileNotFoundError(
-        f"{path} has no {SAFE_NAME}, no {TORCH_NAME} and no .index.json of several files; it has {there}."
+        f"{path} has no {SAFE_NAME}, no {TORCH_NAME} and no .index.json of several files; it has {existing}."
     )
 
 
 def find_extra_state(checkpoint: Folder, files: Iterable[WeightFile]) -> list[WeightFile]:
-    """Find what `save_weights` wrote beside safetensors, or `save_state` beside those of the first model.
+    """Find the extra state that `save_weights` wrote next to safetensors, or `save_state` for model 0.
 
     Args:
         checkpoint: As for `find_weight_files`.
-        files: What that returned.
+        files: The files that it returned.
 
     Returns:
         One file at most.
@@ -239,8 +239,8 @@ def find_extra_state(checkpoint: Folder, files: Iterable[WeightFile]) -> list[We
     """
     path = Path(checkpoint)
     file = (path if path.is_dir() else path.parent) / EXTRA_NAME
-    own = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-    if not (file.exists() and all(own.fullmatch(item.name) for item in files)):
+    pattern = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+    if not (file.exists() and all(pattern.fullmatch(item.name) for item in files)):
         return []
     return [WeightFile(regular_file(file), EXTRA_NAME)]
 
@@ -252,25 +252,25 @@ def read_index(path: Path) -> dict[str, str]:
         path: The index.
 
     Returns:
-        File by name of the weight; `find_weight_files` checks where these lie.
+        File by name of the weight; `find_weight_files` checks their paths.
 
     Raises:
-        CorruptCheckpointError: If it is damaged, or no regular file.
+        CorruptCheckpointError: If it is damaged, or not a regular file.
     """
     try:
         document = json.loads(regular_file(path).read_bytes())
-        weight_map = document.get("weight_map", document)  # or the mapping alone
+        weight_map = document.get("weight_map", document)  # or only the mapping
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError("it does not map names of weights to names of files")
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{path} is no index of weights: {error}. Copy the folder anew."
+            f"{path} is not an index of weights: {error}. Download or copy the folder again."
         ) from error
     return dict(weight_map)
 
 
 def _is_index(path: Path) -> bool:
-    """Whether a file is an index, by its name or as it begins like JSON, which no file of weights does."""
+    """Whether a file is an index, by its name or because it begins like JSON, as no weight file does."""
     if path.name.endswith((".json", ".safetensors")):
         return path.name.endswith(".json")
     with open(path, "rb") as file:
@@ -290,20 +290,20 @@ def _split(
     if safe_serialization:
         return tensors.split_tied(state_dict)
     tied = {name: names[0] for names in tensors.tied_groups(state_dict) for name in names[1:]}
-    # torch.save writes the whole memory that a view looks into.
-    return {name: _alone(value) for name, value in state_dict.items() if name not in tied}, tied
+    # torch.save writes the full storage of a view.
+    return {name: _own_storage(value) for name, value in state_dict.items() if name not in tied}, tied
 
 
-def _alone(value: torch.Tensor) -> torch.Tensor:
+def _own_storage(value: torch.Tensor) -> torch.Tensor:
     if value.layout != torch.strided or value.is_meta:
         return value
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
-def _write_part(
-    kept: Mapping[str, Any], tied: dict[str, str], part: Iterable[str], draft: Path, safe: bool
+def _write_shard(
+    kept: Mapping[str, Any], tied: dict[str, str], names: Iterable[str], draft: Path, safe: bool
 ) -> None:
-    chosen: dict[str, Any] = {name: kept[name] for name in part}
+    chosen: dict[str, Any] = {name: kept[name] for name in names}
     if safe:
         tensors.write_tensors(chosen, tied, draft)
     else:
@@ -311,9 +311,9 @@ def _write_part(
     flush(draft)
 
 
-def _replace(root: Path, files: list[str], mark: str, stem: str, suffix: str) -> None:
-    """Put finished files in their places, after what they replace has lost its index."""
-    # The old index goes first: a reader finds no weights rather than an index over files of two saves.
+def _replace(root: Path, files: list[str], token: str, stem: str, suffix: str) -> None:
+    """Rename finished files to their names, after the old index was deleted."""
+    # The old index is deleted first: a reader finds no weights rather than an index of files of two saves.
     (root / f"{stem}.{suffix}.index.json").unlink(missing_ok=True)
     pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}")
     for child in root.iterdir():
@@ -322,4 +322,4 @@ def _replace(root: Path, files: list[str], mark: str, stem: str, suffix: str) ->
     if f"{stem}.{suffix}" == SAFE_NAME:  # likewise: never that of another save
         (root / EXTRA_NAME).unlink(missing_ok=True)
     for name in files:
-        os.replace(root / f".{name}.{mark}", root / name)
+        os.replace(root / f".{name}.{token}", root / name)

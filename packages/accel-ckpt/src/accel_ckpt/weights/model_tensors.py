@@ -1,4 +1,4 @@
-"""The weights of a model by name: reading one, and putting another tensor in its place."""
+"""The weights of a model by name: reading and replacing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ModelTensors:
-    """Where the weights of a model are, also those that have several names.
+    """The parameters and buffers of a model by name, with all names of tied ones.
 
     Args:
         model: The model.
@@ -27,7 +27,7 @@ class ModelTensors:
         self._names: dict[str, list[str]] = {}
         for entries in (model.named_parameters, model.named_buffers):
             for name, value in entries(remove_duplicate=False):
-                # One list object shared by all names of a weight, so that each of them finds the others.
+                # One list for all names of a weight, so that each name leads to the others.
                 self._names[name] = groups.setdefault(id(value), [])
                 self._names[name].append(name)
 
@@ -39,25 +39,25 @@ class ModelTensors:
         return self._names[name]
 
     def get(self, name: str) -> torch.Tensor:
-        """Return a weight as it is now."""
+        """Return the current tensor of a weight."""
         module, leaf = self._find(name)
         value: Any = getattr(module, leaf)
         return value  # type: ignore[no-any-return]
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Make a tensor the weight, under all its names; a parameter stays one, of its class and attributes.
+        """Replace a weight under all its names; a parameter stays one, with its class and attributes.
 
         Args:
             name: One of its names.
             value: The tensor.
         """
-        own = self.get(name)
-        if isinstance(own, torch.nn.Parameter):
-            value = _as_parameter(value, own)
+        current = self.get(name)
+        if isinstance(current, torch.nn.Parameter):
+            value = _as_parameter(value, current)
         self.restore(name, value)
 
     def restore(self, name: str, value: torch.Tensor) -> None:
-        """Put a parameter or a buffer itself in its place, under all its names.
+        """Set a parameter or buffer object under all its names.
 
         Args:
             name: One of its names.
@@ -66,44 +66,43 @@ class ModelTensors:
         for other in self._names[name]:
             module, leaf = self._find(other)
             # Past nn.Module.__setattr__, which rejects a plain tensor where a parameter is registered.
-            held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
-            held[leaf] = value
+            registered: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+            registered[leaf] = value
 
     def _find(self, name: str) -> tuple[torch.nn.Module, str]:
         path, _, leaf = name.rpartition(".")
         return self.model.get_submodule(path), leaf
 
 
-def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Parameter:
-    kind: Any = type(own)
-    # A parameter whose type is no subclass of Parameter is of a tensor subclass.
+def _as_parameter(value: torch.Tensor, original: torch.nn.Parameter) -> torch.nn.Parameter:
+    kind: Any = type(original)
+    # A parameter whose type is not a subclass of Parameter is a tensor subclass.
     if kind is torch.nn.Parameter or not issubclass(kind, torch.nn.Parameter):
-        made: torch.nn.Parameter = torch.nn.Parameter(value, requires_grad=own.requires_grad)
+        made: torch.nn.Parameter = torch.nn.Parameter(value, requires_grad=original.requires_grad)
         if kind is torch.nn.Parameter:  # a tensor subclass keeps its values among its attributes
-            vars(made).update(vars(own))
+            vars(made).update(vars(original))
         return made
-    # torch.nn.Parameter makes itself by this private of torch; a subclass may have a constructor
-    # whose arguments are not known here.
-    made = torch.Tensor._make_subclass(kind, value, own.requires_grad)
-    made.__dict__.update(own.__dict__)
+    # torch.nn.Parameter uses this private of torch; the constructor of a subclass may need unknown arguments.
+    made = torch.Tensor._make_subclass(kind, value, original.requires_grad)
+    made.__dict__.update(original.__dict__)
     return made
 
 
 def is_extra_state(name: str, value: Any) -> bool:
-    """Return whether an entry of a model's state is what a `get_extra_state` returned, and no tensor."""
+    """Return whether an entry of a model's state is extra state (`get_extra_state`) that is not a tensor."""
     return name.rpartition(".")[2] == "_extra_state" and not isinstance(value, torch.Tensor)
 
 
 def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> dict[str, Any]:
-    """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, if all have it, and what
-    compiled submodules put into names.
+    """Remove the prefix of wrappers (DistributedDataParallel, torch.compile), if all names have it, and the
+    names of compiled submodules.
 
     Args:
-        state: Anything by names.
-        expected: The names without.
+        state: A dict by name.
+        expected: The names without them.
     """
     for prefix in ("module.", "_orig_mod."):
-        # Only if all names have it: a model may have a submodule that is called "module".
+        # Only if all names have it: a model may have a submodule named "module".
         if state and all(name.startswith(prefix) for name in state) and state.keys().isdisjoint(expected):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
     return {_as_expected(name, expected): value for name, value in state.items()}
@@ -112,5 +111,5 @@ def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> d
 def _as_expected(name: str, expected: Collection[str]) -> str:
     if name in expected:
         return name
-    short = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    short = ".".join(item for item in name.split(".") if item != "_orig_mod")
     return short if short in expected else name

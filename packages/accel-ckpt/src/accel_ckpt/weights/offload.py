@@ -1,9 +1,9 @@
-"""Weights on the disk, one file each, that are read when they are needed.
+"""Weights on the disk, one file each, that are read when needed.
 
     <name>.dat    the elements of one tensor, in row-major order and in the bytes of its own dtype
     index.json    {"<name>": {"dtype": "bfloat16", "shape": [3, 2]}, ...}
 
-An index in memory may also have weights that are read in place from safetensors files, anywhere:
+An index in memory may also have weights that are read in place from safetensors files of any path:
 `{"safetensors_file": "<path>", "weight_name": "<name in the file>", "dtype": "bfloat16"}`. `weight_name` in
 an entry of the folder names the file, for tied weights that have one.
 
@@ -40,13 +40,13 @@ Index = dict[str, dict[str, Any]]
 
 
 def make_offload_folder(folder: Folder) -> None:
-    """Make the folder for offloaded weights, if it is not there.
+    """Create the folder for offloaded weights, if it does not exist.
 
     Args:
         folder: The folder.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If it cannot be created.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -64,15 +64,15 @@ def offload_weight(
         weight: A tensor of any dtype, on any device.
         weight_name: Its name in the state dict.
         offload_folder: An existing folder.
-        index: Gets an entry for the weight; write it with `save_offload_index` when all are written.
+        index: An entry for the weight is added to it; write it with `save_offload_index` at the end.
 
     Returns:
         `index`.
 
     Raises:
-        ValueError: If the name would lead out of the folder, or the tensor is made of others (DTensor and
-            the quantized ones of torchao).
-        OSError: If the file cannot be written; nothing of it is left.
+        ValueError: If the name would lead out of the folder, or the tensor consists of other tensors
+            (DTensor, and quantized ones of torchao).
+        OSError: If the file cannot be written; no partial file is left.
     """
     if not weight_name or not {"/", os.sep, "\0"}.isdisjoint(weight_name):
         raise ValueError(
@@ -101,30 +101,29 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
         weight_info: The weight's entry in the index.
 
     Returns:
-        A tensor on the CPU whose pages are read when they are used. What is written to it is its own, and
-        never reaches the file.
+        A tensor on the CPU whose pages are read when they are used. Writes to it never reach the file.
 
     Raises:
-        CorruptCheckpointError: If the entry describes no tensor, or the file does not have its size.
+        CorruptCheckpointError: If the entry does not describe a tensor, or the file has another size.
     """
     shape, dtype = _described(weight_file, weight_info)
     count = math.prod(shape)
     # At least one byte, also for a tensor without elements: mmap rejects empty files.
     expected = max(count * dtype.itemsize, 1)
     size = regular_size(weight_file)
-    # An empty file is taken for a tensor without elements as well.
+    # An empty file also counts as a tensor without elements.
     if size != expected and (count or size):
         raise CorruptCheckpointError(
-            f"{weight_file} has {size} bytes; {shape} of {dtype} are {expected}. Offload the weights anew."
+            f"{weight_file} has {size} bytes; {shape} of {dtype} are {expected}. Offload the weights again."
         )
     return map_tensor(weight_file, 0, shape, dtype)
 
 
 def save_offload_index(index: Index, offload_folder: Folder) -> None:
-    """Write entries to the folder's index, beside those that it has; equal names are replaced.
+    """Add entries to the folder's index; existing names are replaced.
 
     Args:
-        index: The entries; without any, nothing is written.
+        index: The entries; if empty, nothing is written.
         offload_folder: An existing folder.
 
     Raises:
@@ -135,7 +134,7 @@ def save_offload_index(index: Index, offload_folder: Folder) -> None:
     path = Path(offload_folder) / INDEX
     entries = read_offload_index(offload_folder) if path.exists() else {}
     entries.update(index)
-    # A crash leaves either the earlier index or the new one.
+    # A crash leaves either the old index or the new one.
     with replacing(path) as draft:
         draft.write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
@@ -159,13 +158,13 @@ def read_offload_index(offload_folder: Folder) -> Index:
     except ValueError:
         entries = None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise CorruptCheckpointError(f"{path} is no index of offloaded weights. Offload them anew.")
+        raise CorruptCheckpointError(f"{path} is not an index of offloaded weights. Offload them again.")
     for name, entry in entries.items():
         check_inside(f"{name}.dat", path)
         if "safetensors_file" in entry:
             raise CorruptCheckpointError(
                 f"{path} says that {name} is in {entry['safetensors_file']}. Files in other "
-                "places are read where offload_index names them, and not because a file says so."
+                "places are only read if offload_index names them, not because a file does."
             )
     return entries
 
@@ -174,7 +173,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
     """Write the weights of a state dict, and their index.
 
     Args:
-        save_dir: The folder. It is made if needed; weights that are there already stay.
+        save_dir: The folder. It is created if needed; its other weights are kept.
         state_dict: Tensors by name.
 
     Raises:
@@ -199,13 +198,13 @@ def extract_submodules_state_dict(
         submodule_names: Names of modules, or of single weights.
 
     Returns:
-        The entries, in their order and under their full names.
+        The entries, in order and with their full names.
     """
     wanted = set(submodule_names)
 
     def is_wanted(key: str) -> bool:
-        parts = accumulate(key.split("."), "{}.{}".format)
-        return not wanted.isdisjoint(parts)
+        prefixes = accumulate(key.split("."), "{}.{}".format)
+        return not wanted.isdisjoint(prefixes)
 
     return {key: value for key, value in state_dict.items() if is_wanted(key)}
 
@@ -214,12 +213,12 @@ class PrefixedDataset(Mapping[str, Any]):
     """Look names up under a prefix: `PrefixedDataset(weights, "encoder.")["bias"]` is
     `weights["encoder.bias"]`.
 
-    Iterating gives full names, as `dataset` has them, of the entries with the prefix; the length is that of
+    Iteration yields the full names, as in `dataset`, of the entries with the prefix; the length is that of
     `dataset`.
 
     Args:
         dataset: The mapping that has the entries.
-        prefix: What each name is put behind.
+        prefix: The prefix of each name.
     """
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
@@ -241,22 +240,23 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Weights of which some are in memory and the others in a folder, as one mapping.
+    """One mapping of weights, of which some are in memory and the rest in a folder.
 
-    Names in memory come first, and hide equal ones in the folder. A weight of the folder is mapped from its
-    file at each access, and not kept.
+    Names in memory come first, and hide equal ones of the folder. A weight of the folder is mapped from its
+    file at each access, and not cached.
 
     Args:
         state_dict: The weights in memory.
-        save_folder: The folder of the others.
-        index: Entries of the weights in the folder, each with `dtype` and `shape`; by default all that the
-            folder's index has. Those with `safetensors_file` are read in place, from that file; once it
+        save_folder: The folder of the rest.
+        index: Entries of the weights in the folder, each with `dtype` and `shape`; by default all entries
+            of the folder's index. Those with `safetensors_file` are read in place, from that file; once it
             changes, reading them is an error.
-        device: Where weights of the folder are put; the CPU by default.
+        device: The device of weights of the folder; the CPU by default.
 
     Raises:
-        ValueError: If nothing is given, or an index without its folder (which entries in place do not need).
-        FileNotFoundError: If the folder has no index and none is given.
+        ValueError: If no argument is passed, or an index without its folder (not needed for entries in
+            place).
+        FileNotFoundError: If the folder has no index and none is passed.
         CorruptCheckpointError: If the folder's index is damaged, or a name in it leads out of the folder.
     """
 
@@ -270,7 +270,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index.")
         if save_folder is None and any("safetensors_file" not in entry for entry in (index or {}).values()):
-            raise ValueError("index lists weights on the disk: say in which folder with save_folder=.")
+            raise ValueError("index lists weights on the disk: pass their folder as save_folder=.")
         if index is None and save_folder is not None:
             index = read_offload_index(save_folder)
         self.state_dict: Mapping[str, torch.Tensor] = state_dict or {}
@@ -278,7 +278,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.save_folder = save_folder
         self.device = device
         self._in_place = SafetensorsFiles()
-        self._in_place.note(
+        self._in_place.open_all(
             {str(entry["safetensors_file"]) for entry in self.index.values() if "safetensors_file" in entry}
         )
         self._files: dict[str, str] = {}
@@ -305,23 +305,23 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         source: tuple[Path, str] | None = None,
         only_check: bool = False,
     ) -> None:
-        """Give a weight of the folder other values, in its dtype, and so all that are tied to it.
+        """Replace the values of a weight of the folder, and of all weights tied to it, in its dtype.
 
         Args:
             key: Its name.
             value: The values.
-            source: A safetensors file that has them, and their name there; it is read in place where the
-                weight was before, and the dtype is the same.
-            only_check: Whether nothing is written, and only the error is raised.
+            source: A safetensors file that has them, and their name there; it is read in place if the weight
+                was, and the dtype is the same.
+            only_check: Whether to only raise errors, and write nothing.
 
         Raises:
             ValueError: If another model reads the weight's file.
             OSError: If it cannot be written.
         """
-        before = self.index[key]
-        dtype = getattr(torch, str(before.get("dtype", value.dtype)).removeprefix("torch."))
-        in_place = "safetensors_file" in before
-        name = key if in_place else str(before.get("weight_name", key))
+        previous = self.index[key]
+        dtype = getattr(torch, str(previous.get("dtype", value.dtype)).removeprefix("torch."))
+        in_place = "safetensors_file" in previous
+        name = key if in_place else str(previous.get("weight_name", key))
         stays = in_place and source is not None and value.dtype == dtype
         if not stays and self.save_folder is not None:
             check_not_in_use(self.save_folder, {name}, {id(self)})
@@ -330,34 +330,34 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         entries: Index = {}
         if stays and source is not None:
             entries[key] = {"safetensors_file": os.path.abspath(source[0]), "weight_name": source[1]}
-            self._in_place.note([str(entries[key]["safetensors_file"])])
+            self._in_place.open_all([str(entries[key]["safetensors_file"])])
         elif self.save_folder is not None:
             make_offload_folder(self.save_folder)
             offload_weight(value.to(dtype), name, self.save_folder, entries)
             save_offload_index(entries, self.save_folder)
             entries = {key: {**entries[name], "weight_name": name}}
-        tied = [other for other in self.index if self._place(other) == self._place(key)]
+        tied = [other for other in self.index if self._location(other) == self._location(key)]
         if entries:
-            entry = {"dtype": before.get("dtype"), **entries[key]}
+            entry = {"dtype": previous.get("dtype"), **entries[key]}
             self.index = {**self.index, **dict.fromkeys(tied, entry)}
-        else:  # without a folder they can only be kept in memory
+        else:  # without a folder they stay in memory
             kept = value.to(dtype, copy=True)
             self.state_dict = {**self.state_dict, **dict.fromkeys(tied, kept)}
 
-    def _place(self, key: str) -> tuple[Any, str]:
+    def _location(self, key: str) -> tuple[Any, str]:
         entry = self.index[key]
         return entry.get("safetensors_file"), str(entry.get("weight_name", key))
 
     def _file(self, name: str) -> str:
-        """Find the file of a weight in the folder; one that was found before only has to be a file still."""
-        known = self._files.get(name)
+        """Return the file of a weight in the folder; a cached path is only checked to be a file."""
+        cached = self._files.get(name)
         with suppress(OSError):
-            if known is not None and stat.S_ISREG(os.lstat(known).st_mode):
-                return known
+            if cached is not None and stat.S_ISREG(os.lstat(cached).st_mode):
+                return cached
         assert self.save_folder is not None
         folder = Path(self.save_folder)
-        self._files[name] = found = str(listed_file(folder, f"{name}.dat", folder / INDEX))
-        return found
+        self._files[name] = path = str(listed_file(folder, f"{name}.dat", folder / INDEX))
+        return path
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
@@ -377,21 +377,21 @@ def replace_offloaded(
     source: tuple[Path, str] | None = None,
     only_check: bool = False,
 ) -> None:
-    """Give an offloaded weight other values, where it is kept.
+    """Replace the values of an offloaded weight where they are stored.
 
     Args:
         weights: The mapping that a hook reads it from.
         name: Its name there.
         value: The values.
         source: As for `OffloadedWeightsLoader.replace`.
-        only_check: Only check that it can be replaced.
+        only_check: Whether to only check that it can be replaced.
 
     Raises:
-        TypeError: If the mapping makes its tensors when they are looked up.
+        TypeError: If the mapping creates its tensors at each access.
         ValueError: As `OffloadedWeightsLoader.replace`, and OSError.
     """
     if isinstance(weights, ChainMap):
-        weights = next(part for part in weights.maps if name in part)
+        weights = next(item for item in weights.maps if name in item)
     if isinstance(weights, PrefixedDataset):
         replace_offloaded(weights.dataset, weights.prefix + name, value, source, only_check)
     elif isinstance(weights, OffloadedWeightsLoader) and name not in weights.state_dict:
@@ -402,8 +402,8 @@ def replace_offloaded(
         stored = weights[name]
         if weights[name] is not stored:
             raise TypeError(
-                f"{type(weights).__name__} makes {name} again at each access, so that it cannot be changed: "
-                "keep the offloaded weights in a dict."
+                f"{type(weights).__name__} creates {name} at each access, so that it cannot be changed: keep "
+                "the offloaded weights in a dict."
             )
         if not only_check:
             with torch.no_grad():
@@ -412,7 +412,7 @@ def replace_offloaded(
 
 def _write(path: Path, content: Any) -> None:
     try:
-        # A new file in place of the old one, which a tensor may be mapped from.
+        # A new file instead of the old one, which may be mapped.
         path.unlink(missing_ok=True)
         with open(path, "xb", buffering=0) as file:
             rest = memoryview(content)
@@ -432,7 +432,7 @@ def _described(file: Folder, entry: Mapping[str, Any]) -> tuple[list[int], torch
     sizes = isinstance(shape, list | tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
     if not sizes or not isinstance(dtype, torch.dtype):
         raise CorruptCheckpointError(
-            f"{file} is said to be {dict(entry)}, which is no tensor: an entry has the name of a dtype and "
-            "the list of a shape. Offload the weights anew."
+            f"{file} has the entry {dict(entry)}, which is not a tensor: an entry has the name of a dtype "
+            "and the list of a shape. Offload the weights again."
         )
     return list(shape or ()), dtype

@@ -1,4 +1,4 @@
-"""Where each weight of a checkpoint goes in a model, and in which dtype."""
+"""The placement of each weight of a checkpoint in a model: its device and dtype."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ Folder = str | os.PathLike[str]
 
 
 def device_for(name: str, device_map: DeviceMap, default: Any = None) -> Any:
-    """Look a weight up in a device map.
+    """Look up a weight in a device map.
 
     Args:
         name: Name of the weight.
-        device_map: Device by name of a module or weight; the longest that fits decides, and "" fits all.
-        default: The answer for a weight that the map leaves out; without it, that is an error.
+        device_map: Device by name of a module or weight; the longest match decides, and "" matches all.
+        default: The result for a weight that is not in the map; without it, that is an error.
 
     Returns:
-        The device, as the map has it.
+        The device, as in the map.
 
     Raises:
-        ValueError: If the map leaves the weight out.
+        ValueError: If the weight is not in the map.
     """
-    parts = name.split(".")
-    # From the full name down to "", so that the most exact entry decides.
-    for length in range(len(parts), -1, -1):
-        prefix = ".".join(parts[:length])
+    names = name.split(".")
+    # From the full name down to "", so that the most specific entry decides.
+    for length in range(len(names), -1, -1):
+        prefix = ".".join(names[:length])
         if prefix in device_map:
             return device_map[prefix]
     if default is None:
         raise ValueError(
-            f"device_map says nothing about {name}. It has: {', '.join(map(repr, device_map))}. "
+            f"device_map has no entry for {name}. It has: {', '.join(map(repr, device_map))}. "
             'Add the module, or "" for all others.'
         )
     return default
 
 
 def memory_device(device: int | str | torch.device) -> str:
-    """Name the device of an entry of a device map: a number counts the accelerators, "disk" is the CPU."""
+    """Return the device of an entry of a device map: a number is an accelerator, and "disk" is the CPU."""
     if isinstance(device, int):
         kind = current_process().device.type
         return "cpu" if kind == "cpu" else f"{kind}:{device}"
@@ -59,18 +59,18 @@ def memory_device(device: int | str | torch.device) -> str:
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where a load places weights, by its options.
+    """The placement of weights by the options of a load.
 
     Args:
-        device_map: Device by name of a module or weight; None to fill the model where it is.
-        offload_folder: Where weights of "disk" go.
-        dtype: What floating-point weights become; None for what they are in the model.
+        device_map: Device by name of a module or weight; None to load each weight on its current device.
+        offload_folder: The folder of weights on "disk".
+        dtype: The dtype of floating-point weights; None for that of the model.
         offload_buffers: Whether buffers go to "disk" too.
         fp32_modules: Modules whose weights are float32 if `dtype` is given.
-        in_place: Leave weights in the safetensors files that have them in their dtype: those of "disk" until
-            they are used, and those of "cpu" as memory that is mapped from there.
+        in_place: Read weights in place from safetensors files that have them in their dtype: those of "disk"
+            when they are used, and those of "cpu" as mapped memory.
         index: Entries of the weights that are on the disk.
-        before: What was on the meta device before it got a value, by name.
+        original: The meta tensors that weights have replaced, by name.
     """
 
     device_map: DeviceMap | None
@@ -80,7 +80,7 @@ class WeightPlacement:
     fp32_modules: tuple[str, ...]
     in_place: bool = False
     index: dict[str, dict[str, Any]] = field(default_factory=dict)
-    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    original: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_options(
@@ -92,7 +92,7 @@ class WeightPlacement:
         fp32_modules: list[str] | None = None,
         in_place: bool = False,
     ) -> WeightPlacement:
-        """Check options as a user gives them."""
+        """Check the options of a user."""
         if device_map is not None and not isinstance(device_map, Mapping):
             raise TypeError(
                 f"device_map must be a dict of devices by name of a module, such as {{'': 'cpu'}}, not "
@@ -100,7 +100,7 @@ class WeightPlacement:
             )
         needs_folder = device_map and not in_place and "disk" in map(str, device_map.values())
         if needs_folder and offload_folder is None:
-            raise ValueError("device_map puts weights on the disk: say where with offload_folder=.")
+            raise ValueError("device_map puts weights on the disk: pass a folder as offload_folder=.")
         folder = None if offload_folder is None else Path(offload_folder)
         return cls(
             device_map, folder, read_dtype(dtype), offload_buffers, tuple(fp32_modules or ()), in_place
@@ -115,60 +115,60 @@ class WeightPlacement:
     def place(
         self, targets: ModelTensors, name: str, value: torch.Tensor, source: tuple[Path, str] | None = None
     ) -> None:
-        """Put one weight where it belongs.
+        """Place one weight.
 
         Args:
             targets: The weights of the model.
             name: Name of the weight.
-            value: The weight as the checkpoint has it; it is copied, unless it can stay where it is mapped.
+            value: The weight of the checkpoint; it is copied, unless it can stay mapped.
             source: The file of the weight and its name there, if it can be read in place.
         """
-        own = targets.get(name)
-        if own.is_meta and self.before.keys().isdisjoint(targets.names(name)):
-            # Only what was without values can be put back; weights that were filled in place are overwritten.
-            self.before[name] = own
-        dtype = self._dtype_of(name, own)
+        current = targets.get(name)
+        if current.is_meta and self.original.keys().isdisjoint(targets.names(name)):
+            # Only meta tensors can be restored; weights that were loaded in place are overwritten.
+            self.original[name] = current
+        dtype = self._dtype_of(name, current)
         if self.device_map is None:
-            if own.is_meta:
+            if current.is_meta:
                 targets.put(name, value.to("cpu", dtype, copy=True))
             else:
-                _fill(own, value, dtype)
+                _overwrite(current, value, dtype)
             return
         device = self._device_of(targets, name)
         if device == "disk":
             self._offload(name, value, dtype, source)
             if self.in_place:
-                self._forget_other_names(targets, name)
+                self._drop_other_names(targets, name)
             targets.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
         else:
             targets.put(name, value.to(device, dtype, copy=not self._stays_mapped(name, source)))
 
     def finish(self) -> None:
-        """Write the index of what went to the disk."""
+        """Write the index of the weights on the disk."""
         if self.offload_folder is not None:
             written = {name: entry for name, entry in self.index.items() if "safetensors_file" not in entry}
             save_offload_index(written, self.offload_folder)
 
     def undo(self, targets: ModelTensors) -> None:
-        """Take back what a load that failed has placed: weights that had no values have none again."""
-        for name, own in self.before.items():
-            targets.restore(name, own)
+        """Undo a failed load: restore the meta tensors."""
+        for name, tensor in self.original.items():
+            targets.restore(name, tensor)
         for name, entry in self.index.items():
             if "safetensors_file" not in entry and self.offload_folder is not None:
                 (self.offload_folder / f"{name}.dat").unlink(missing_ok=True)
 
-    def _forget_other_names(self, targets: ModelTensors, name: str) -> None:
-        """Of a tied weight that files have several times the last counts, as in load_state_dict."""
+    def _drop_other_names(self, targets: ModelTensors, name: str) -> None:
+        """Keep only the last of the tied names that files have, as load_state_dict does."""
         for other in targets.names(name):
             entry = None if other == name else self.index.pop(other, None)
             if entry is not None and "safetensors_file" not in entry and self.offload_folder is not None:
                 (self.offload_folder / f"{other}.dat").unlink(missing_ok=True)
 
     def _stays_mapped(self, name: str, source: tuple[Path, str] | None) -> bool:
-        """Whether a weight may share its memory with what was read.
+        """Whether a weight may share memory with the mapped file.
 
-        That is one mapping for each weight of safetensors, of which writes stay private. A weight that the
-        file has under another name, too, needs memory of its own, as it may not be tied in the model.
+        Each weight of safetensors has its own mapping, and writes to it are private. A weight that the file
+        has under another name too needs its own memory, as it may not be tied in the model.
         """
         return self.in_place and source is not None and _is_safetensors(source[0]) and source[1] == name
 
@@ -185,20 +185,20 @@ class WeightPlacement:
             return
         if self.offload_folder is None:
             raise ValueError(
-                f"{file} is no safetensors file, from which {name} could be read in place: say where to "
-                'write weights of "disk" with offload_folder=.'
+                f"{file} is not a safetensors file, from which {name} could be read in place: pass a folder "
+                'for weights of "disk" as offload_folder=.'
             )
         self.write(name, converted(value, dtype) if self.in_place else value)
 
     def _is_read_in_place(self, value: torch.Tensor, dtype: torch.dtype, file: Path) -> bool:
-        # Weights of another dtype would be converted at each use; where there is a folder, they are once.
-        same = value.dtype == dtype or self.offload_folder is None
-        return self.in_place and _is_safetensors(file) and same
+        # Weights of another dtype would be converted at each use; with a folder, they are converted once.
+        usable = value.dtype == dtype or self.offload_folder is None
+        return self.in_place and _is_safetensors(file) and usable
 
     def check_folder(
         self, targets: ModelTensors, weights: Iterable[tuple[str, torch.Tensor, Path | None]]
     ) -> None:
-        """Check that no weight that will be written replaces one that another model reads from the folder.
+        """Check that writing weights replaces none that another model reads from the folder.
 
         Args:
             targets: The weights of the model.
@@ -219,14 +219,14 @@ class WeightPlacement:
             check_not_in_use(self.offload_folder, written, open_folders_of(targets.model))
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Write a weight to the folder for "disk", which there has to be.
+        """Write a weight to the folder for "disk", which must be set.
 
         Args:
             name: Its name.
             value: The weight, on any device.
 
         Raises:
-            ValueError: If it is of a class that cannot be written.
+            ValueError: If its class cannot be written.
             OSError: If it cannot be written.
         """
         assert self.offload_folder is not None
@@ -242,9 +242,9 @@ class WeightPlacement:
             return in_memory[0]
         return "disk" if self.offload_buffers or name not in targets.buffers else "cpu"
 
-    def _dtype_of(self, name: str, own: torch.Tensor) -> torch.dtype:
-        if self.dtype is None or not own.is_floating_point():
-            return own.dtype
+    def _dtype_of(self, name: str, current: torch.Tensor) -> torch.dtype:
+        if self.dtype is None or not current.is_floating_point():
+            return current.dtype
         path = f".{name.rpartition('.')[0]}."
         kept = any(f".{module}." in path or module == name for module in self.fp32_modules)
         return torch.float32 if kept else self.dtype
@@ -254,10 +254,10 @@ def _is_safetensors(file: Path) -> bool:
     return file.name.endswith(".safetensors")
 
 
-def _fill(own: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Overwrite a tensor of the model; it stays the same object, which an optimizer may hold."""
+def _overwrite(current: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Overwrite a tensor of the model; the object stays the same, as an optimizer may refer to it."""
     with torch.no_grad():
-        if own.dtype != dtype:
+        if current.dtype != dtype:
             # Through .data, so that the parameter stays the same object with another dtype.
-            own.data = own.data.to(dtype)
-        own.copy_(value)
+            current.data = current.data.to(dtype)
+        current.copy_(value)

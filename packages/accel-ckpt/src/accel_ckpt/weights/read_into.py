@@ -1,6 +1,6 @@
-"""Reading weights from their file straight into the memory of a model.
+"""Reading weights from their file directly into the memory of a model.
 
-A mapped file is brought in page by page and then copied by one thread, which takes longer.
+A mapped file would be read page by page and then copied by one thread, which takes longer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from accel_ckpt.files.threads import Threads
 from accel_ckpt.weights.files import WeightFile
 from accel_ops.collectives.pack_sections import as_bytes
 
-_PIECE_BYTES = 2**22  # that one thread reads
+_PIECE_BYTES = 2**22  # read by one thread at a time
 
 
 def read_into_model(model: nn.Module, files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:
-    """Read weights into a model's parameters and buffers, those that files have in the same form.
+    """Read the weights that files have in the same dtype and shape into a model's parameters and buffers.
 
-    Nothing is read where the model, or a part of it, has a loading of its own (`load_state_dict`,
-    `_load_from_state_dict`, hooks before it), and none into weights that are not plain, contiguous and on the
+    Nothing is read if the model, or a submodule, customizes loading (`load_state_dict`,
+    `_load_from_state_dict`, pre-hooks), and nothing into weights that are not plain, contiguous and on the
     CPU.
 
     Args:
@@ -35,41 +35,42 @@ def read_into_model(model: nn.Module, files: Sequence[WeightFile]) -> dict[str, 
         files: Safetensors files that have been checked.
 
     Returns:
-        What was read, by name: the parameters and buffers themselves. Given to `load_state_dict`, they are
-        copied no more.
+        The parameters and buffers that were read, by name. `load_state_dict` does not copy them again.
 
     Raises:
-        CheckpointError: If a file ends early; some weights have been changed by then.
+        CheckpointError: If a file ends early; some weights have already been changed.
         OSError: If one cannot be read.
     """
     if not _loads_as_torch_does(model):
         return {}
-    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}  # file, where its tensors begin, and the entry
+    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}  # file, offset of its tensors, and the entry
     for file in files:
-        found, _, begin = read_header(file.path)
-        entries |= {name: (file.path, begin, entry) for name, entry in file.select(found).items()}
-    own = model.state_dict(keep_vars=True)
-    same = {name: value for name, value in own.items() if name in entries and _fits(value, entries[name][2])}
-    # Of two names of one weight the later counts, as in load_state_dict.
-    last = {id(value): name for name, value in same.items()}
-    with Threads(THREADS, "accel-fill") as threads:  # reading frees the interpreter's lock
+        header, _, begin = read_header(file.path)
+        entries |= {name: (file.path, begin, entry) for name, entry in file.select(header).items()}
+    current = model.state_dict(keep_vars=True)
+    readable = {
+        name: value for name, value in current.items() if name in entries and _fits(value, entries[name][2])
+    }
+    # Of two names of one weight the last one counts, as in load_state_dict.
+    last = {id(value): name for name, value in readable.items()}
+    with Threads(THREADS, "accel-read") as threads:  # reading releases the GIL
         pieces = [
             threads.submit(_read_piece, path, begin + entry["data_offsets"][0] + start, piece)
             for path, begin, entry, name in ((*entries[name], name) for name in last.values())
-            for start, piece in _pieces(same[name])
+            for start, piece in _pieces(readable[name])
         ]
     for piece in pieces:
         piece.result()
-    # Also under the other names of a tied weight: load_state_dict copies a tensor onto itself there.
-    return {name: value for name, value in own.items() if id(value) in last}
+    # Includes the other names of a tied weight: load_state_dict then copies a tensor onto itself.
+    return {name: value for name, value in current.items() if id(value) in last}
 
 
 def _loads_as_torch_does(model: nn.Module) -> bool:
     if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
         return False
     return all(
-        # Privates of torch.nn.Module (torch 2.13); without them this raises
-        # AttributeError, and nothing is changed.
+        # Privates of torch.nn.Module (torch 2.13); without them this raises AttributeError, before any
+        # change.
         not module._load_state_dict_pre_hooks
         and "_load_from_state_dict" not in vars(module)
         and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
@@ -100,4 +101,4 @@ def _read_piece(path: Path, start: int, piece: memoryview) -> None:
         while piece and (count := file.readinto(piece)):
             piece = piece[count:]
     if piece:
-        raise CheckpointError(f"{path} ends {len(piece)} bytes early: something has changed it meanwhile.")
+        raise CheckpointError(f"{path} ends {len(piece)} bytes early: it was changed during loading.")
