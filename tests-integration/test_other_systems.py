@@ -271,7 +271,7 @@ def test_windows(world, tmp_path):
     assert f"accel test: error: `accel launch` {reason}" in done["test"]
     assert f"LaunchError: notebook_launcher with num_processes=2, num_nodes=1 {reason}" in done["notebook"]
     assert f"LaunchError: debug_launcher {reason}" in done["debug"]
-    assert "this system (win32) has none of them. Give some of SIGABRT," in done["signals"]
+    assert "this system (win32) has none of them. Pass some of SIGABRT," in done["signals"]
 
     for name in ("help", "explain", "config", "env"):
         assert done[name].endswith("exit code 0"), done[name]

@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_opened_leaves_nothing_to_close(tmp_path: Path) ->
 
 def test_what_counts_the_pieces_may_fail(make: Callable[..., PieceFile]) -> None:
     file = make()
-    file._wrote = lambda size: 1 / 0
+    file._on_written = lambda size: 1 / 0
     file.write(b"x")
     with pytest.raises(ZeroDivisionError):
         file.finish()

@@ -104,7 +104,7 @@ VALUES: list[Any] = [
         Counter([Color.RED]),
     ),
     *(OrderedDict(a=Path("x")), {Color.RED: 1, (1, Mode.MIN): 2, Path("x"): 3, frozenset([1]): 4}),
-    *((values._TAG, "date", "2024-01-01"), {values._MARK: 1}, [], (), {}),
+    *((values._TAG, "date", "2024-01-01"), {values._TAG: 1}, [], (), {}),
     *(np.float32(1.5), np.int64(3), np.bool_(True), np.datetime64("2024-01-01"), torch.Size([2, 3])),
     *(torch.float16, torch.device("cpu"), torch.strided),
 ]

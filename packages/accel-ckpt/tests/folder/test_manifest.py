@@ -81,7 +81,7 @@ def test_chunks_cover_every_byte(tmp_path_factory: Any, size: int, chunk_bytes: 
     data = random.Random(size).randbytes(size)
     (folder / "x").write_bytes(data)
     with closing(Writer(chunk_bytes=chunk_bytes)) as writer:
-        writer.follow(folder / "x")
+        writer.add_existing(folder / "x")
         entries = writer.entries(folder)
     assert entries[0].chunks == tuple(
         xxhash.xxh3_128_hexdigest(data[start : start + chunk_bytes]) for start in range(0, size, chunk_bytes)

@@ -201,8 +201,8 @@ def test_the_cache_keeps_what_the_next_save_reads(tmp_path: Path, incremental: b
     size = 2 * piece_file.PIECE_BYTES
     with staged(tmp_path / "c", incremental=incremental) as staging:
         staging.write({"x": torch.arange(size, dtype=torch.uint8)}, "x.safetensors", True)
-    with MappedFile(tmp_path / "c" / "x.safetensors").part(0, size) as part:
-        assert (part is not None) == incremental
+    with MappedFile(tmp_path / "c" / "x.safetensors").view(0, size) as view:
+        assert (view is not None) == incremental
 
 
 class Counted:

@@ -96,7 +96,7 @@ def test_nothing_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
         return type(kind.__name__, (kind,), {"__init__": init})
 
-    for name in ("_Places", "_Pickler"):
+    for name in ("_StorageData", "_Pickler"):
         monkeypatch.setattr(dcp_index, name, watched(getattr(dcp_index, name)))
     gc.disable()
     try:
@@ -112,7 +112,7 @@ def test_a_save_that_fails_leaves_the_index_that_was_there(tmp_path: Path) -> No
     (tmp_path / "link").hardlink_to(tmp_path / METADATA)
     before = (tmp_path / METADATA).read_bytes()
 
-    full = mock.patch.object(dcp_index._Places, "_items", side_effect=OSError("full"))
+    full = mock.patch.object(dcp_index._StorageData, "_items", side_effect=OSError("full"))
     with full, pytest.raises(OSError, match="full"):
         written(tmp_path, state, parts)
     assert {path.name for path in tmp_path.iterdir()} == {METADATA, "link"}
@@ -142,7 +142,7 @@ def test_parts_over_each_other_or_outside_are_an_error(
 ) -> None:
     """Their elements are as many as those of the tensor."""
     parts = [WrittenShard("x", (begin,), shape, "__0_0.distcp", 0, 1) for begin in begins]
-    with pytest.raises(CheckpointError, match="parts of x overlap or lie outside of it"):
+    with pytest.raises(CheckpointError, match="shards of x overlap or exceed its shape"):
         written(tmp_path, {"x": torch.zeros(4)}, parts)
 
 

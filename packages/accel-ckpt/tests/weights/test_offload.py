@@ -207,7 +207,7 @@ def test_damaged_files_and_names_are_told(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"has 16 bytes; \[5\] of torch.float32 are 20"):
         load_offloaded_weight(tmp_path / "a.dat", info)
     for bad in ({"dtype": "save", "shape": [4]}, {"shape": [4]}, {"dtype": "float32"}, {"file": "a"}):
-        with pytest.raises(CorruptCheckpointError, match=r"a\.dat is said to be .*, which is no tensor"):
+        with pytest.raises(CorruptCheckpointError, match=r"a\.dat has the entry .*, which is not a tensor"):
             load_offloaded_weight(tmp_path / "a.dat", bad)
     with pytest.raises(CorruptCheckpointError, match="are 4"):
         load_offloaded_weight(tmp_path / "a.dat", {"dtype": "float32", "shape": [1]})

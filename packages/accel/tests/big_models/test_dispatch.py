@@ -124,7 +124,7 @@ WRONG = {
         MAPS["disk"], {"offload_dir": "/proc/offload"}, OSError, "cannot be made.*/proc/offload",
     ),
     "a damaged index": (
-        MAPS["disk"], {"offload_dir": "DAMAGED"}, CheckpointError, r"index\.json is not an index of offloaded",
+        MAPS["disk"], {"offload_dir": "DAMAGED"}, CheckpointError, r"json is not an index of offloaded",
     ),
 }  # fmt: skip
 

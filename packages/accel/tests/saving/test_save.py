@@ -510,7 +510,7 @@ def fall_back(folder, damaged):
             again[0].load_state()
         except CheckpointError as error:
             return str(error)
-    told = [str(entry.message) for entry in caught if "Going on from" in str(entry.message)]
+    told = [str(entry.message) for entry in caught if "Resuming from" in str(entry.message)]
     return told, again[5].count, Path(again[0].save_state()).name
 
 
@@ -523,7 +523,7 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_processes(world, tmp_path, s
 
     told = results[0][0]
     assert len(told) == 1
-    assert "Going on from" in told[0]
+    assert "Resuming from" in told[0]
     assert "checkpoint_1. " in told[0]
     assert (
         f"checkpoint_2/{name} is damaged" in told[0] or f"checkpoint_2 is damaged: {name} differs" in told[0]

@@ -1,1 +1,1 @@
-"""Models and optimizers in parts: folders of torch.distributed.checkpoint (DCP)."""
+"""Sharded models and optimizers: folders of torch.distributed.checkpoint (DCP)."""

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint (DCP), written and read by all processes together."""
+"""Folders of torch.distributed.checkpoint (DCP), written and read by all processes."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def write_folder(
     *,
     writer: Writer | None = None,
 ) -> None:
-    """Write a state dict into a folder of DCP, each process its part. Every process must call it.
+    """Write a sharded state dict into a folder of DCP. Every process must call it.
 
     Args:
         state: The state dict.
         folder: The folder.
         process: This process.
-        group: The process group of its collectives; None for that of the run.
-        writer: What writes this process's parts, and has them flushed; by default torch does. The index is
-            flushed with `writer=None` alone.
+        group: The process group of its collectives; None for the default group.
+        writer: Writes and flushes this process's shards; by default torch does. The index is only flushed
+            with `writer=None`.
 
     Raises:
-        Exception: What went wrong here; a CheckpointError on the other processes.
+        Exception: The error of this process; a CheckpointError on the other processes.
     """
-    if writer is not None and _write_in_turns(state, folder, process, group, writer):
+    if writer is not None and _write_without_plan(state, folder, process, group, writer):
         return
     storage = _storage(folder, writer)
     _collective(
@@ -67,7 +67,7 @@ def write_folder(
     )
 
 
-def _write_in_turns(
+def _write_without_plan(
     state: dict[str, Any], folder: Path, process: ProcessInfo, group: Any, writer: Writer
 ) -> bool:
     """Write a state without a plan of the main process, if all processes have it in the same layout.
@@ -83,30 +83,30 @@ def _write_in_turns(
         return flat, paths, meshes, layout_of(flat, paths, meshes)
 
     flat, paths, meshes, layout = run_on_all_ranks(describe, process, task, group)
-    found = common_replicas(all_gather_object(layout, process, group), process.rank)
-    if found is None:
+    replicas = common_replicas(all_gather_object(layout, process, group), process.rank)
+    if replicas is None:
         return False
-    copies = dict(zip(meshes, found, strict=True))
+    replica_of_mesh = dict(zip(meshes, replicas, strict=True))
     storage = _storage(folder, writer)
 
     def write() -> list[WrittenShard]:
-        items = local_write_items(flat, copies, process.rank, process.world_size)
+        items = local_write_items(flat, replica_of_mesh, process.rank, process.world_size)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(flat)
         storage.set_up_storage_writer(process.is_main)
         plan = storage.prepare_local_plan(SavePlan(items))
         if not items:
             return []
-        # Torch numbers the files by the place of the plan.
+        # torch numbers the files by the index of the plan.
         *_, plan = storage.prepare_global_plan([SavePlan([])] * process.rank + [plan])
         return written_shards(storage.write_data(planner.finish_plan(plan), planner).wait(), items)
 
-    own = _collective(write, process, task, group)
-    sent: list[Any] = [pickle.dumps(own)]
+    written = _collective(write, process, task, group)
+    sent: list[Any] = [pickle.dumps(written)]
     if process.world_size > 1:
-        everyones = [None] * process.world_size if process.is_main else None
-        dist.gather_object(sent[0], everyones, group=group)
-        sent = everyones or []
+        per_rank = [None] * process.world_size if process.is_main else None
+        dist.gather_object(sent[0], per_rank, group=group)
+        sent = per_rank or []
 
     def finish() -> None:
         if process.is_main:
@@ -124,7 +124,7 @@ def _storage(folder: Path, writer: Writer | None) -> FileSystemWriter:
 
 
 class _Files(FileSystem):
-    """Torch's access to files, with the parts written by a `Writer`."""
+    """torch's access to files, with the shards written by a `Writer`."""
 
     def __init__(self, writer: Writer) -> None:
         super().__init__()
@@ -147,18 +147,18 @@ def read_folder(
     """Read a folder of DCP into the tensors of a state dict. Every process must call it.
 
     Args:
-        state: The state dict, with the parts that this process needs.
+        state: The state dict, with the shards that this process needs.
         folder: The folder.
         process: This process.
-        index: What `read_index` returned for it, if it was read before.
+        index: Its index, from `read_index`, if already read.
 
     Raises:
         CheckpointError: If the folder does not have what the state dict needs.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
+        Exception: Any other error of this process; a CheckpointError on the other processes.
     """
 
     def read() -> None:
-        # No process_group: only the group of the run reads, in the foreground.
+        # No process_group: only the default group reads, in the foreground.
         load(
             state, storage_reader=SafeReader(folder, index), planner=SafePlanner(), **_without_group(process)
         )
@@ -167,20 +167,20 @@ def read_folder(
 
 
 def read_index(folder: Path, process: ProcessInfo) -> Metadata:
-    """Read the index of a folder of DCP: what it has, by name, and where. Every process must call it.
+    """Read the index of a folder of DCP: its entries and their locations. Every process must call it.
 
     Args:
         folder: The folder.
         process: This process.
 
     Raises:
-        Exception: What went wrong here; a CheckpointError on the other processes.
+        Exception: The error of this process; a CheckpointError on the other processes.
     """
     return run_on_all_ranks(lambda: read_metadata(folder), process, f"reading {folder.name}")
 
 
 def _without_group(process: ProcessInfo) -> dict[str, Any]:
-    """DCP would look for a process group, which one process need not have; torch 2.6 sees that itself."""
+    """Options for a run without a process group, which DCP would look for; torch 2.6 detects it itself."""
     return {"no_dist": process.world_size == 1} if is_torch_version(">=", "2.7") else {}
 
 
@@ -190,15 +190,16 @@ def _collective(function: Callable[[], _T], process: ProcessInfo, task: str, gro
     def call() -> _T:
         try:
             with warnings.catch_warnings():
-                # torch 2.13 warns so of no_dist=True, and 2.6 of what it sees itself: both are meant here.
+                # torch 2.13 warns of no_dist=True, and 2.6 of a missing process group: both are intended
+                # here.
                 warnings.filterwarnings(
                     "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
                 )
-                # torch 2.6 itself uses what it deprecates, when it writes.
+                # torch 2.6 itself uses the deprecated class when it writes.
                 warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
                 return function()
-        except CheckpointException as error:  # what went wrong on some processes, raised on all
-            # The lowest rank's, so that every process raises the same.
+        except CheckpointException as error:  # errors of some processes, raised on all
+            # Of the lowest rank, so that every process raises the same error.
             rank, (cause, _) = sorted(error.failures.items())[0]
             if isinstance(cause, CheckpointError):
                 # CheckpointException is a BaseException and has every rank's traceback as its text.

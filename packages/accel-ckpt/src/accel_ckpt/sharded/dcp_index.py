@@ -1,7 +1,7 @@
-"""The index of a folder of torch.distributed.checkpoint: what it has, and where its parts are.
+"""The index of a folder of torch.distributed.checkpoint: its entries, and the locations of their shards.
 
-Torch makes it of objects for each part, which Python's pickler keeps until the end. Here what the processes
-have sent is read twice, to check it and to write it, and an entry exists only while it is written.
+torch builds it from objects of each shard, which Python's pickler keeps until the end. Here the lists of the
+processes are read twice, to check and to write them, and an entry exists only while it is written.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from accel_ckpt.sharded.dcp_reader import METADATA
 
 
 class WrittenShard(NamedTuple):
-    """A part that a process has written.
+    """A shard that a process has written.
 
     Attributes:
-        name: Of the tensor or value.
-        begin: Where the part begins in the tensor, in each dimension; None for what is no tensor.
-        shape: Its shape; None for what is no tensor.
-        file: The file that it is in.
-        offset: Where its bytes begin.
-        length: How many they are.
+        name: The name of the tensor or value.
+        begin: Its offset in the tensor, in each dimension; None for non-tensors.
+        shape: Its shape; None for non-tensors.
+        file: The file that contains it.
+        offset: The offset of its bytes.
+        length: The number of bytes.
     """
 
     name: str
@@ -83,11 +83,11 @@ _Chunks = dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]
 
 
 def written_shards(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> list[WrittenShard]:
-    """Describe what torch says that it has written, in plain values, which take little to send.
+    """Convert torch's write results to plain values, which are small to send.
 
     Args:
-        results: What torch says.
-        items: What it was to write.
+        results: The results.
+        items: The write items.
     """
     shapes = {
         item.index: None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
@@ -113,20 +113,20 @@ def write_index(
     sent: Sequence[bytes],
     storage_meta: StorageMeta | None = None,
 ) -> None:
-    """Write the index of a folder from what all processes have written. The main process calls this.
+    """Write the index of a folder from the shards of all processes. The main process calls this.
 
     It is not flushed to the disk.
 
     Args:
         folder: The folder.
         state: The flat state dict of this process.
-        paths: For each name, its keys in the nested one.
-        sent: For each process the list of what it has written (`WrittenShard`), pickled.
-        storage_meta: What torch's writer says of itself.
+        paths: For each name, its keys in the nested state dict.
+        sent: For each process its pickled list of `WrittenShard`.
+        storage_meta: The metadata of torch's writer.
 
     Raises:
-        CheckpointError: If parts are missing, or lie over each other.
-        OSError: If it cannot be written. After an error the folder is as it was before.
+        CheckpointError: If shards are missing or overlap.
+        OSError: If it cannot be written. After an error the folder is unchanged.
     """
     saved: dict[str, Any] = {}
     for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
@@ -136,14 +136,14 @@ def write_index(
         )
     chunks: _Chunks = {}
     elements = Counter[str]()
-    for name, chunk, _ in _parts(saved, chunks, sent):
+    for name, chunk, _ in _shards(saved, chunks, sent):
         if chunk is not None:
             saved[name].chunks.append(chunk)
         elements[name] += 1 if chunk is None else chunk.shape.numel()
     for name, entry in saved.items():
-        _require_whole(name, entry, elements[name])
+        _check_complete(name, entry, elements[name])
 
-    index = Metadata(saved, dict(paths), _Places(_parts(saved, chunks, sent)), storage_meta)
+    index = Metadata(saved, dict(paths), _StorageData(_shards(saved, chunks, sent)), storage_meta)
     if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.6 has none
         index.version = filesystem.CURRENT_DCP_VERSION
     draft = folder / f"{METADATA}.tmp"
@@ -155,61 +155,61 @@ def write_index(
         draft.unlink(missing_ok=True)
 
 
-def _parts(
+def _shards(
     names: Iterable[str], chunks: _Chunks, sent: Iterable[bytes]
 ) -> Iterator[tuple[str, _Chunk | None, WrittenShard]]:
-    """Iterate over all parts, with their names and places in their tensors.
+    """Iterate over all shards, with their names and positions in their tensors.
 
-    Of each name, and of parts alike in several tensors, it yields one object: the pickler writes it once.
+    Equal names, and equal chunks of several tensors, are one object, which the pickler writes once.
     """
     same_names = {name: name for name in names}
-    without: set[tuple[str, torch.Size]] = set()
-    for parts in map(pickle.loads, sent):
-        for part in parts:
-            name = same_names[part.name]
-            if part.begin is None or part.shape is None:
-                yield name, None, part
+    empty: set[tuple[str, torch.Size]] = set()
+    for shards in map(pickle.loads, sent):
+        for shard in shards:
+            name = same_names[shard.name]
+            if shard.begin is None or shard.shape is None:
+                yield name, None, shard
                 continue
-            key = part.begin, part.shape
+            key = shard.begin, shard.shape
             chunk = chunks.get(key) or chunks.setdefault(key, _Chunk(*map(torch.Size, key)))
             if 0 in chunk.shape:  # of a tensor without elements, which several processes have
-                if (name, chunk.begin) in without:
+                if (name, chunk.begin) in empty:
                     continue
-                without.add((name, chunk.begin))
-            yield name, chunk, part
+                empty.add((name, chunk.begin))
+            yield name, chunk, shard
 
 
-class _Places:
-    """Where the parts are: pickled as an ordered dict of torch's objects, each made when it is written.
+class _StorageData:
+    """The locations of shards: pickled as an ordered dict of torch's objects, each created when written.
 
     Args:
-        parts: The parts, which can be iterated over once.
+        shards: The shards; an iterator.
     """
 
-    def __init__(self, parts: Iterator[tuple[str, _Chunk | None, WrittenShard]]) -> None:
-        self._parts = parts
+    def __init__(self, shards: Iterator[tuple[str, _Chunk | None, WrittenShard]]) -> None:
+        self._iterator = shards
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The readers of accel 0.2 take this type by name, and not `dict`.
+        # The reader of accel 0.2 accepts this type by name, but not `dict`.
         return OrderedDict, (), None, None, self._items()
 
     def _items(self) -> Iterator[tuple[_Index, _Info]]:
         numbers = Counter[str]()
-        for name, chunk, part in self._parts:
+        for name, chunk, shard in self._iterator:
             if chunk is None:
                 index = _Index(name)
             else:
                 index = _Index(name, chunk.begin, numbers[name])
                 numbers[name] += 1
-            yield index, _Info(part.file, part.offset, part.length)
+            yield index, _Info(shard.file, shard.offset, shard.length)
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps what is written again: types, names, places of parts, and the name of each file.
+    """Memoizes only what is written again: types, names, chunks, and the name of each file.
 
-    Python's pickler keeps everything that it writes, to refer to it. A `fast` one refers to what it has kept,
-    and keeps no more. That is how Python does it, and no promise of its manual, which calls `fast` deprecated
-    and warns of objects that contain themselves.
+    Python's pickler memoizes everything that it writes. A `fast` one uses its memo, but adds nothing to it.
+    This is behaviour of the implementation: the manual calls `fast` deprecated and warns of recursive
+    objects.
     """
 
     _file = ""
@@ -217,18 +217,18 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not _Info:
             return NotImplemented
-        # Here and not in `_items`, as the pickler takes two entries from that before it writes the first.
+        # Not in `_items`, as the pickler takes two entries from it before it writes the first.
         self.fast = obj.file == self._file
         self._file = obj.file
         return obj.__reduce__()
 
 
-def _require_whole(name: str, entry: Any, elements: int) -> None:
-    """Raise unless the parts of a tensor, or of a value, are all of it."""
-    if isinstance(entry, TensorStorageMetadata) and not _are_apart(entry.chunks, entry.size):
+def _check_complete(name: str, entry: Any, elements: int) -> None:
+    """Raise unless the shards of a tensor or value are complete."""
+    if isinstance(entry, TensorStorageMetadata) and not _are_disjoint(entry.chunks, entry.size):
         raise CheckpointError(
-            f"parts of {name} overlap or lie outside of it, {[*entry.size]}: a layout that "
-            "torch.distributed.checkpoint has no parts for. Redistribute the tensor, or leave it out."
+            f"shards of {name} overlap or exceed its shape {[*entry.size]}: "
+            "torch.distributed.checkpoint does not support this layout. Redistribute the tensor, or omit it."
         )
     expected = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 1
     if elements != expected:
@@ -237,29 +237,29 @@ def _require_whole(name: str, entry: Any, elements: int) -> None:
         )
 
 
-def _are_apart(chunks: Iterable[Any], size: torch.Size) -> bool:
-    """Whether parts lie in a tensor, and none over another."""
-    parts = [chunk for chunk in chunks if 0 not in chunk.shape]
-    if any(begin + length > end for part in parts for begin, length, end in zip(*part, size, strict=True)):
+def _are_disjoint(chunks: Iterable[Any], size: torch.Size) -> bool:
+    """Whether shards are inside a tensor, and do not overlap."""
+    shards = [chunk for chunk in chunks if 0 not in chunk.shape]
+    if any(begin + length > end for shard in shards for begin, length, end in zip(*shard, size, strict=True)):
         return False
     if not size:
-        return len(parts) < 2
-    # Along the axis with most places to begin at, few parts are at one place.
-    axis = max(range(len(size)), key=lambda axis: len({part.begin[axis] for part in parts}))
-    open_parts: list[Any] = []
-    for part in sorted(parts, key=lambda part: part.begin[axis]):
-        open_parts = [other for other in open_parts if _end(other, axis) > part.begin[axis]]
-        if any(_meet(part, other) for other in open_parts):
+        return len(shards) < 2
+    # Along the axis with most distinct offsets, few shards have the same offset.
+    axis = max(range(len(size)), key=lambda axis: len({shard.begin[axis] for shard in shards}))
+    active: list[Any] = []
+    for shard in sorted(shards, key=lambda shard: shard.begin[axis]):
+        active = [other for other in active if _end(other, axis) > shard.begin[axis]]
+        if any(_overlap(shard, other) for other in active):
             return False
-        open_parts.append(part)
+        active.append(shard)
     return True
 
 
-def _end(part: _Chunk, axis: int) -> int:
-    return part.begin[axis] + part.shape[axis]
+def _end(chunk: _Chunk, axis: int) -> int:
+    return chunk.begin[axis] + chunk.shape[axis]
 
 
-def _meet(one: _Chunk, other: _Chunk) -> bool:
+def _overlap(one: _Chunk, other: _Chunk) -> bool:
     return all(
         one.begin[axis] < _end(other, axis) and other.begin[axis] < _end(one, axis)
         for axis in range(len(one.begin))

@@ -1,8 +1,8 @@
-"""Who writes which part of a state, where all processes have the same tensors in the same layout.
+"""Assignment of shards to writing processes, if all have the same tensors in the same layout.
 
-torch.distributed.checkpoint has every process send its whole plan to the main process, which finds there what
-several of them have. Here each process finds its own parts by itself, so that the main process gets no more
-than the place of each part that was written.
+In torch.distributed.checkpoint every process sends its full plan to the main process, which removes
+duplicates. Here each process computes its write items itself, so that the main process only receives the
+location of each written shard.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from accel_ckpt.sharded.layouts import Replica
 
 
 def local_write_items(
-    state: Mapping[str, Any], copies: Mapping[DeviceMesh, Replica], rank: int, size: int
+    state: Mapping[str, Any], replicas: Mapping[DeviceMesh, Replica], rank: int, size: int
 ) -> list[WriteItem]:
-    """Choose what a process writes: every part once, and about as much by each process.
+    """Choose the write items of a process: each shard once, balanced over the processes.
 
     Args:
         state: The flat state dict, of one layout on all processes.
-        copies: For each mesh, which copy it is; see `common_replicas`.
-        rank: The process.
-        size: How many there are.
+        replicas: For each mesh, which replica it is; see `common_replicas`.
+        rank: The rank of the process.
+        size: The number of processes.
     """
-    # By what such tensors share: which copy of its part this process has, and their bytes.
+    # By mesh and placements: which replica of the shards this process has, and the bytes of the tensors.
     kinds: dict[Any, tuple[Replica, dict[str, int]]] = {}
     for name, value in state.items():
         kind: Any = None
-        copy = Replica(rank, size)
+        replica = Replica(rank, size)
         if isinstance(value, DTensor):
             kind = value.device_mesh, value.placements
-            copy = _copy_of(value, copies[value.device_mesh])
+            replica = _replica_of(value, replicas[value.device_mesh])
         nbytes = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-        kinds.setdefault(kind, (copy, {}))[1][name] = nbytes
+        kinds.setdefault(kind, (replica, {}))[1][name] = nbytes
     chosen: dict[str, Any] = {}
-    for copy, sizes in kinds.values():
-        writers = choose_writers(sizes, copy.copies)
-        chosen |= {name: state[name] for name, writer in writers.items() if writer == copy.number}
+    for replica, sizes in kinds.values():
+        writers = choose_writers(sizes, replica.copies)
+        chosen |= {name: state[name] for name, writer in writers.items() if writer == replica.number}
     items = create_default_local_save_plan(chosen, is_coordinator=False).items
-    # A tensor with fewer rows than processes leaves some without any.
-    return [item for item in items if not _is_empty_part(item)]
+    # A tensor with fewer rows than processes has empty shards.
+    return [item for item in items if not _is_empty_shard(item)]
 
 
 def choose_writers(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
-    """Choose which of the processes that have the same part of tensors writes it.
+    """Choose which of the processes that have the same shards writes each of them.
 
-    Large ones come first, and each goes to whoever has least by then (longest processing time first, Graham
+    Largest first, each to the process with the least bytes so far (longest processing time first, Graham
     1969, https://doi.org/10.1137/0117039).
 
     Args:
         sizes: Bytes of each tensor, by name.
-        copies: How many processes have each part.
+        copies: The number of processes that have each shard.
 
     Returns:
-        The number of the copy that is written, by name.
+        The number of the replica that is written, by name.
     """
     loads = [(0, copy) for copy in range(copies)]  # a heap
     chosen = {}
@@ -72,12 +72,12 @@ def choose_writers(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
     return chosen
 
 
-def _copy_of(value: DTensor, copy: Replica) -> Replica:
-    """Return which copy of its part this process has, of those in all copies of its mesh."""
+def _replica_of(value: DTensor, replica: Replica) -> Replica:
+    """Return which replica of its shard this process has, over all replicas of its mesh."""
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # or there would be no common layout
-    number, count = copy
+    assert coordinate is not None  # otherwise there would be no common layout
+    number, count = replica
     for dim, placement in enumerate(value.placements):
         if placement.is_replicate():
             number = number * mesh.size(dim) + coordinate[dim]
@@ -85,6 +85,6 @@ def _copy_of(value: DTensor, copy: Replica) -> Replica:
     return Replica(number, count)
 
 
-def _is_empty_part(item: WriteItem) -> bool:
+def _is_empty_shard(item: WriteItem) -> bool:
     data = item.tensor_data
     return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0

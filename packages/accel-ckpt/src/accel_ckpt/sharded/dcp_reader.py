@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint (DCP), read without running code.
 
-DCP keeps its index in `.metadata`, a pickle, and tensors in `.distcp` files, at places that the index names.
-Here the pickle may name only the types that such an index is made of, its places stay inside the folder, and
-what is no tensor is read with `weights_only`.
+DCP stores its index in `.metadata`, a pickle, and tensors in `.distcp` files, at locations in the index. Here
+the pickle may only name the types of such an index, its paths must stay inside the folder, and non-tensors
+are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "PurePosixPath"):
-            return PurePosixPath  # where the folder was when it was written; nothing is read there
+            return PurePosixPath  # the original path of the folder; nothing is read there
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that one process has written.
+    """A piece of a tensor that one process has written.
 
     Args:
-        file: The file that it is in.
-        offset: Where its bytes begin.
-        length: How many they are.
-        begin: Where it begins in the tensor, in each dimension.
+        file: The file that contains it.
+        offset: The offset of its bytes.
+        length: The number of bytes.
+        begin: Its offset in the tensor, in each dimension.
         shape: Its shape.
     """
 
@@ -78,7 +78,7 @@ class Piece:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the index of a folder, and check the places that it names.
+    """Read the index of a folder, and check its paths.
 
     Args:
         folder: The folder.
@@ -87,33 +87,34 @@ def read_metadata(folder: Path) -> Metadata:
         The index.
 
     Raises:
-        FileNotFoundError: If there is none, or a file that it names is missing.
-        CorruptCheckpointError: If it is damaged, names other types than an index is made of, or a place that
-            is not in a plain file in the folder, or behind its end.
+        FileNotFoundError: If there is no index, or a file that it names is missing.
+        CorruptCheckpointError: If it is damaged, or names other types than those of an index, or a location
+            that is not inside a plain file of the folder.
     """
     path = folder / METADATA
     if not path.exists():
-        raise FileNotFoundError(f"{folder} has no {METADATA}, and so is no folder of sharded weights.")
+        raise FileNotFoundError(f"{folder} has no {METADATA}, and so is not a folder of sharded weights.")
     raw = listed_file(folder, METADATA, path).read_bytes()
     try:
         metadata = _IndexUnpickler(io.BytesIO(raw)).load()
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
-            # Before the isinstance: what lacks these attributes raises too, and both are "damaged".
-            place = str(info.relative_path)
-            ends[place] = max(ends.get(place, 0), info.offset + info.length)
+            # Before the isinstance: objects without these attributes raise too, and both are "damaged".
+            name = str(info.relative_path)
+            ends[name] = max(ends.get(name, 0), info.offset + info.length)
         if not isinstance(metadata, Metadata):
             raise TypeError(type(metadata).__name__)
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CorruptCheckpointError(
             f"{path} is not the index of sharded weights: {error}. Do not use it."
         ) from error
-    for place, end in sorted(ends.items()):
-        file = listed_file(folder, place, path)
+    for name, end in sorted(ends.items()):
+        file = listed_file(folder, name, path)
         size = file.stat().st_size
         if size < end:
             raise CorruptCheckpointError(
-                f"{file} is cut off: it has {size} bytes, and {path} says at least {end}. Copy it anew."
+                f"{file} is cut off: it has {size} bytes, and {path} says at least {end}. Download or copy "
+                "the file again."
             )
     return metadata
 
@@ -126,7 +127,7 @@ def pieces_of(folder: Path, metadata: Metadata) -> Iterator[tuple[str, TensorSto
         metadata: Its index.
 
     Yields:
-        Each tensor's name, what it is, and its pieces.
+        Each tensor's name, its metadata, and its pieces.
     """
     stored: dict[tuple[str, tuple[int, ...]], Any] = {
         (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
@@ -137,21 +138,19 @@ def pieces_of(folder: Path, metadata: Metadata) -> Iterator[tuple[str, TensorSto
             for chunk in kind.chunks:
                 info = stored[name, tuple(chunk.offsets)]
                 # `read_metadata` has checked that this stays in the folder.
-                place = folder / info.relative_path
-                pieces.append(
-                    Piece(place, info.offset, info.length, tuple(chunk.offsets), tuple(chunk.sizes))
-                )
+                file = folder / info.relative_path
+                pieces.append(Piece(file, info.offset, info.length, tuple(chunk.offsets), tuple(chunk.sizes)))
             yield name, kind, pieces
 
 
 def read_piece(piece: Piece) -> torch.Tensor:
-    """Read a piece of a tensor; nothing else of its file.
+    """Read a piece of a tensor, and nothing else of its file.
 
     Args:
         piece: The piece.
 
     Raises:
-        CorruptCheckpointError: If it does not have the shape that the index says.
+        CorruptCheckpointError: If it does not have the shape in the index.
     """
     with open(piece.file, "rb", buffering=0) as file:
         view = io.BufferedReader(_Slice(file, piece.offset, piece.length))
@@ -173,7 +172,7 @@ class SafeReader(FileSystemReader):
 
     Args:
         folder: The folder.
-        index: Its index, if it was read before.
+        index: Its index, if already read.
     """
 
     def __init__(self, folder: Path, index: Metadata | None = None) -> None:
@@ -187,7 +186,7 @@ class SafeReader(FileSystemReader):
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, file by file, so that an error names the file."""
+        """Read the items of a plan file by file, so that an error names the file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             # FileSystemReader sets storage_data from the index in
@@ -204,18 +203,18 @@ class SafeReader(FileSystemReader):
             super().read_data(plan, planner).wait()
         except (CheckpointError, torch.OutOfMemoryError, Warning):
             raise
-        except Exception as error:  # a damaged file raises anything
+        except Exception as error:  # a damaged file can raise any exception
             raise CorruptCheckpointError(
                 f"{Path(self.path) / name} cannot be read ({type(error).__name__}: {error}). Unless that "
-                "names another cause, it is damaged: copy it anew."
+                "names another cause, it is damaged. Download or copy the file again."
             ) from error
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads what is no tensor with `weights_only`."""
+    """Loads non-tensors with `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value into the state dict that is loaded into."""
+        """Put a value into the state dict that is loaded."""
         name = read_item.dest_index.fqn
         loaded = values.decode(tensors.load(value, map_location="cpu"))
         # As DefaultLoadPlanner.load_bytes of torch 2.6 to 2.15, but for weights_only.
@@ -230,10 +229,10 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
+    """A byte range of a file as a file."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
-        # `_at` counts from the beginning of the part.
+        # `_at` is relative to the start of the range.
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:

@@ -1,7 +1,7 @@
-"""How the tensors of a state lie on the processes, and whether all processes agree on it.
+"""The layout of a state's tensors over the processes, and whether it is the same on all of them.
 
-Where they do, each process knows which of the copies of a tensor's part it has, and needs no plan of the main
-process to share them out.
+If so, each process knows which replica of a tensor's shard it has, and the main process need not plan who
+writes it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 
 class Layout(NamedTuple):
-    """What a process knows by itself.
+    """The layout of a state, as seen by one process.
 
     Attributes:
-        digest: Of names, shapes, types and placements; the same on all processes where the layout is.
-        meshes: For each of `meshes_of`, a digest of its ranks, and how many ranks it has. Where the digest of
-            the layout is the same, the n-th of each process has the same tensors.
+        digest: Digest of names, shapes, types and placements; equal on all processes if the layout is.
+        meshes: For each of `meshes_of`, a digest of its ranks, and their number. If the digests of layouts
+            are equal, the n-th mesh of each process has the same tensors.
     """
 
     digest: str
@@ -31,14 +31,14 @@ class Layout(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """Which of the copies of a part a process has: `number`, from 0, of `copies`."""
+    """Which replica of a shard a process has: `number`, from 0, of `copies`."""
 
     number: int
     copies: int
 
 
 def meshes_of(state: Mapping[str, Any]) -> list[DeviceMesh]:
-    """List the meshes that tensors of a flat state dict lie on, in the order of the tensors' names."""
+    """List the meshes of the tensors of a flat state dict, in the order of the tensors' names."""
     tensors = (state[name] for name in sorted(state) if isinstance(state[name], DTensor))
     return [*dict.fromkeys(tensor.device_mesh for tensor in tensors)]
 
@@ -46,15 +46,15 @@ def meshes_of(state: Mapping[str, Any]) -> list[DeviceMesh]:
 def layout_of(
     state: Mapping[str, Any], paths: Mapping[str, Any], meshes: Sequence[DeviceMesh]
 ) -> Layout | None:
-    """Describe what a state has, and how its tensors lie.
+    """Describe the entries of a state, and the layout of its tensors.
 
     Args:
         state: The flat state dict.
-        paths: For each name, its keys in the nested one.
+        paths: For each name, its keys in the nested state dict.
         meshes: Its meshes; see `meshes_of`.
 
     Returns:
-        The layout; None if the state has tensors of which parts are known to each process alone.
+        The layout; None if the state has tensors whose shards only their process knows.
     """
     digest = hashlib.sha256()
     numbers = {mesh: number for number, mesh in enumerate(meshes)}
@@ -73,11 +73,11 @@ def _ranks_of(mesh: DeviceMesh) -> bytes:
 def _kind(value: Any, numbers: Mapping[DeviceMesh, int]) -> tuple[Any, ...] | None:
     if isinstance(value, DTensor):
         mesh = value.device_mesh
-        # Not on this process; a sum that is still to be made; a local tensor that plans by itself.
+        # Not on this process; a partial sum; a local tensor that plans its writes itself.
         plans = hasattr(value._local_tensor, "__create_write_items__")
         if mesh.get_coordinate() is None or plans or any(item.is_partial() for item in value.placements):
             return None
-        # Not the mesh's ranks: processes may have tensors alike on meshes of their own.
+        # Not the mesh's ranks: processes may have equal tensors on different meshes.
         return "parts", value.shape, value.dtype, value.placements, mesh.shape, numbers[mesh]
     if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
         return None
@@ -87,29 +87,29 @@ def _kind(value: Any, numbers: Mapping[DeviceMesh, int]) -> tuple[Any, ...] | No
 
 
 def common_replicas(layouts: Sequence[Layout | None], rank: int) -> list[Replica] | None:
-    """Find which copy of each mesh a process is in, where all have the same layout.
+    """Find which replica of each mesh a process is in, if all have the same layout.
 
-    Meshes of the same tensors are copies of each other if they divide the processes. With FSDP and tensor
-    parallelism, a weight that is left out of the plan of the latter has such: of 2 x 2 processes 0 and 2 have
-    a whole copy of it on their mesh, and 1 and 3 another on theirs.
+    Meshes of the same tensors are replicas if they partition the processes. With FSDP and tensor parallelism,
+    a weight that is not in the plan of the latter is replicated like this: of 2 x 2 processes 0 and 2 have a
+    full copy of it on their mesh, and 1 and 3 another on theirs.
 
     Args:
-        layouts: Of all processes, in rank order.
-        rank: The process.
+        layouts: The layouts of all processes, in rank order.
+        rank: The rank of the process.
 
     Returns:
-        For each mesh of this process, in the order of `meshes_of`, which copy it is; None if the layouts
+        For each mesh of this process, in the order of `meshes_of`, which replica it is; None if the layouts
         differ, or meshes of the same tensors overlap.
     """
-    known = [one for one in layouts if one is not None]
-    if len(known) < len(layouts) or len({one.digest for one in known}) > 1:
+    complete = [layout for layout in layouts if layout is not None]
+    if len(complete) < len(layouts) or len({layout.digest for layout in complete}) > 1:
         return None
-    copies = []
-    for place, (ranks, size) in enumerate(known[rank].meshes):
+    replicas = []
+    for index, (ranks, size) in enumerate(complete[rank].meshes):
         # Numbered by their first process, which is the same on all.
-        processes = Counter(one.meshes[place][0] for one in known)
-        # A process names a mesh that it is in. So if as many name one as it has ranks, these are its ranks.
+        processes = Counter(layout.meshes[index][0] for layout in complete)
+        # A process lists only its own meshes. So if as many list a mesh as it has ranks, these are its ranks.
         if set(processes.values()) != {size}:
             return None
-        copies.append(Replica([*processes].index(ranks), len(processes)))
-    return copies
+        replicas.append(Replica([*processes].index(ranks), len(processes)))
+    return replicas

@@ -1,6 +1,6 @@
-"""Weights in one safetensors file, out of a folder that each process has written its part of.
+"""Merging sharded weights into one safetensors file.
 
-The tensors are written piece by piece to their places, so that no more than one piece is in memory.
+The tensors are written piece by piece to their offsets, so that only one piece is in memory.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> Path:
-    """Write the weights of a sharded checkpoint into one file. One process does it, without a process group.
+    """Write the weights of a sharded checkpoint into one file, on one process, without a process group.
 
-    Where the folder is part of a checkpoint with a manifest, its files are checked against that first.
+    If the folder is part of a checkpoint with a manifest, its files are verified first.
 
     Args:
-        checkpoint_dir: The folder of the sharded weights (`pytorch_model_fsdp_0`), or the checkpoint that it
-            is in.
+        checkpoint_dir: The folder of the sharded weights (`pytorch_model_fsdp_0`), or the checkpoint that
+            contains it.
         output_path: The folder to write `model.safetensors` into (`pytorch_model.bin` without safetensors);
-            made if it is not there.
-        safe_serialization: Whether to write safetensors. Other files are written from a merged one, and need
-            the disk for both.
+            created if it does not exist.
+        safe_serialization: Whether to write safetensors. The torch format is written from a merged
+            safetensors file, and needs disk space for both.
         remove_checkpoint_dir: Whether to delete the sharded weights once the file is on the disk.
 
     Returns:
@@ -51,7 +51,7 @@ def merge_fsdp_weights(
     Raises:
         FileNotFoundError: If there are no sharded weights.
         CorruptCheckpointError: If they are damaged, or lead out of their folder.
-        CheckpointError: If they hold what safetensors cannot.
+        CheckpointError: If safetensors cannot store them.
     """
     folder = _find(Path(checkpoint_dir))
     _verify(folder)
@@ -59,7 +59,7 @@ def merge_fsdp_weights(
     target.mkdir(parents=True, exist_ok=True)
     final = target / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     with replacing(final) as draft:
-        # torch.save needs the tensors whole, and reads them out of a merged safetensors file here.
+        # torch.save needs full tensors, which are read from a merged safetensors file.
         merged = draft if safe_serialization else draft.with_suffix(".safetensors")
         try:
             _merge(folder, merged)
@@ -74,54 +74,54 @@ def merge_fsdp_weights(
     return final
 
 
-def _find(given: Path) -> Path:
-    for folder in (given, given / sharded_model_folder()):
+def _find(path: Path) -> Path:
+    for folder in (path, path / sharded_model_folder()):
         if (folder / METADATA).exists():
             return folder
-    if not given.is_dir():
+    if not path.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {given}. Name {sharded_model_folder()}, or the checkpoint that it is in."
+            f"There is no folder {path}. Name {sharded_model_folder()}, or the checkpoint that contains it."
         )
-    there = ", ".join(sorted(path.name for path in given.iterdir())) or "nothing"
+    existing = ", ".join(sorted(child.name for child in path.iterdir())) or "nothing"
     raise FileNotFoundError(
-        f"{given} has no sharded weights ({METADATA}), and no {sharded_model_folder()} with some. "
-        f"There is: {there}."
+        f"{path} has no sharded weights ({METADATA}), and no {sharded_model_folder()} with some. "
+        f"There is: {existing}."
     )
 
 
 def _verify(folder: Path) -> None:
-    whole = folder.resolve().parent
-    described = manifest.read(whole)
+    checkpoint = folder.resolve().parent
+    described = manifest.read(checkpoint)
     if described is not None:
-        ours = [entry for entry in described.files if entry.path.startswith(f"{folder.resolve().name}/")]
-        digests.verify(whole, ours, described.chunk_bytes, algorithm=described.algorithm)
+        entries = [entry for entry in described.files if entry.path.startswith(f"{folder.resolve().name}/")]
+        digests.verify(checkpoint, entries, described.chunk_bytes, algorithm=described.algorithm)
 
 
 def _merge(folder: Path, merged: Path) -> None:
     metadata = read_metadata(folder)
-    parts = {name: (kind, pieces) for name, kind, pieces in pieces_of(folder, metadata)}
-    if not parts:
+    sharded = {name: (kind, pieces) for name, kind, pieces in pieces_of(folder, metadata)}
+    if not sharded:
         raise CheckpointError(f"{folder} holds no tensors.")
-    others = sorted(metadata.state_dict_metadata.keys() - parts.keys())
+    others = sorted(metadata.state_dict_metadata.keys() - sharded.keys())
     if others:
-        warn(f"{folder} holds more than tensors; left out: {', '.join(others)}.")
+        warn(f"{folder} holds more than tensors; omitted: {', '.join(others)}.")
     # DCP has joined the key of write_parts' {"model": ...} and the name with a dot.
-    prefix = "model." if all(name.startswith("model.") for name in parts) else ""
+    prefix = "model." if all(name.startswith("model.") for name in sharded) else ""
     described = {}
-    for name, (kind, _) in parts.items():
+    for name, (kind, _) in sharded.items():
         dtype = kind.properties.dtype
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} in {folder} is {dtype}, which safetensors cannot hold.")
         described[name.removeprefix(prefix)] = dtype, kind.size
     size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in described.values())
     header, begins = make_header(described, {"format": "pt"})
-    # Unbuffered, as pieces go to their places by pwrite, past any buffer.
+    # Unbuffered, as pieces are written by pwrite, which bypasses any buffer.
     with open(merged, "wb", buffering=0) as file:
         file.write(header)
-        # The size at once: pieces are written to their places in any order.
+        # The full size first: pieces are written in any order.
         file.truncate(len(header) + size)
-        for name, (kind, pieces) in parts.items():
-            _check_whole(name, tuple(kind.size), pieces)
+        for name, (kind, pieces) in sharded.items():
+            _check_complete(name, tuple(kind.size), pieces)
             for piece in pieces:
                 value = read_piece(piece)
                 if value.dtype != kind.properties.dtype:
@@ -130,7 +130,7 @@ def _merge(folder: Path, merged: Path) -> None:
                 _put(file.fileno(), begin, value, piece.begin, tuple(kind.size))
 
 
-def _check_whole(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
+def _check_complete(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
     inside = all(
         start >= 0 and start + length <= size
         for piece in pieces
@@ -142,28 +142,28 @@ def _check_whole(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None
 
 
 def _put(handle: int, base: int, value: torch.Tensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Write a piece to its place in a tensor that lies in a file row by row."""
+    """Write a piece to its position in a tensor that is stored in row-major order."""
     if not value.numel():
         return
     item = value.element_size()
     content: Any = as_bytes(value).numpy()
     raw = memoryview(content)
-    whole = len(shape)  # from here on, the piece has the whole dimensions
-    while whole and value.shape[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    # The innermost dimension in which the piece is cut, and all behind it, are one run of bytes.
-    outer = max(whole - 1, 0)
+    first_full = len(shape)  # from here on, the piece has the full dimensions
+    while first_full and value.shape[first_full - 1] == shape[first_full - 1]:
+        first_full -= 1
+    # The innermost sharded dimension, and all after it, are one contiguous run of bytes.
+    outer = max(first_full - 1, 0)
     run = math.prod(value.shape[outer:]) * item
     strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
     first = base + sum(start * stride for start, stride in zip(begin, strides, strict=True))
-    for number, place in enumerate(product(*(range(length) for length in value.shape[:outer]))):
-        at = first + sum(index * stride for index, stride in zip(place, strides, strict=False))
+    for number, position in enumerate(product(*(range(length) for length in value.shape[:outer]))):
+        at = first + sum(index * stride for index, stride in zip(position, strides, strict=False))
         _write_all(handle, raw[number * run : (number + 1) * run], at)
 
 
 def _write_all(handle: int, data: memoryview, at: int) -> None:
     while data:
-        # It may write less than it is given: Linux takes at most 2 GiB less a page at once.
+        # It may write less than requested: Linux writes at most 2 GiB minus a page at once.
         if sys.platform == "win32":  # it has no pwrite
             os.lseek(handle, at, os.SEEK_SET)
             count = os.write(handle, data)

@@ -1,4 +1,4 @@
-"""`accel merge-weights`: one file of weights out of a sharded checkpoint. torch is imported when it runs."""
+"""`accel merge-weights`: one file of weights from a sharded checkpoint. torch is imported when it runs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ def register(subparsers: Any) -> None:
         subparsers: What `argparse.ArgumentParser.add_subparsers` returned.
     """
     parser = subparsers.add_parser("merge-weights", help=_HELP, description=_HELP)
-    _fill(parser)
+    _add_arguments(parser)
 
 
 def main() -> int:
     """Run `accel-merge-weights`; return its exit code."""
     parser = argparse.ArgumentParser(_PROG, description=_HELP)
-    _fill(parser)
+    _add_arguments(parser)
     args = parser.parse_args()
     code: int = args.func(args)
     return code
 
 
 _PROG = "accel merge-weights"  # also when it was called as accel-merge-weights
-_HELP = "Write the weights that each process has saved its part of into one file."
+_HELP = "Merge sharded weights into one file."
 
 
-def _fill(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the lines of the examples stay
     parser.epilog = f"examples:\n  {_PROG} checkpoints/checkpoint_3 merged"
     parser.add_argument(
-        "checkpoint_directory", help="folder of the parts (pytorch_model_fsdp_0), or the checkpoint it is in"
+        "checkpoint_directory", help="folder of sharded weights (pytorch_model_fsdp_0), or its checkpoint"
     )
     parser.add_argument("output_path", help="folder to write model.safetensors into")
     parser.add_argument(
@@ -47,7 +47,7 @@ def _fill(parser: argparse.ArgumentParser) -> None:
         "--remove_checkpoint_dir",
         "--remove-checkpoint-dir",
         action="store_true",
-        help="delete the parts afterwards",
+        help="delete the sharded weights afterwards",
     )
     parser.set_defaults(func=_run)
 

@@ -1,10 +1,9 @@
-"""Models and optimizers that are sharded over processes, saved and loaded without gathering them.
+"""Saving and loading sharded models and optimizers without gathering them.
 
     pytorch_model_fsdp_0/   weights of the first model, a folder of torch.distributed.checkpoint
     optimizer_0/            state of the first optimizer
 
-Each process writes its own part. On another number of processes each reads the parts that it needs, whoever
-wrote them.
+Each process writes its shards. On another number of processes each reads the shards that it needs.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ _PACKED = "accel_ckpt.packed"
 
 @dataclass(frozen=True)
 class ShardedObjects:
-    """Models and optimizers of which every process has its part.
+    """Models and optimizers that are saved sharded.
 
     Args:
         models: The models.
         optimizers: The optimizers.
         owners: For each optimizer, which model has its parameters.
-        skipped: The numbers of models whose weights somebody else saves and loads.
+        skipped: The numbers of models whose weights are saved and loaded elsewhere.
     """
 
     models: Sequence[torch.nn.Module]
@@ -77,7 +76,7 @@ class ShardedObjects:
         owners: Sequence[int] | None = None,
         skipped: Collection[int] = (),
     ) -> ShardedObjects:
-        """Check which optimizer belongs to which model; by default the first to the first, and so on.
+        """Match optimizers to models; by default the first to the first, and so on.
 
         Raises:
             ValueError: If one has no model.
@@ -87,14 +86,14 @@ class ShardedObjects:
             not 0 <= index < len(models) for index in model_numbers
         ):
             raise ValueError(
-                f"each optimizer needs its model, at the same place or named in owners: there are "
+                f"each optimizer needs its model, at the same position or named in owners: there are "
                 f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
             )
         return cls(models, optimizers, model_numbers, skipped)
 
     @property
     def saved_models(self) -> list[tuple[int, torch.nn.Module]]:
-        """The models whose weights are in parts here, with their numbers."""
+        """The models whose weights are saved sharded, with their numbers."""
         return [(index, model) for index, model in enumerate(self.models) if index not in self.skipped]
 
     def owner(self, index: int) -> torch.nn.Module:
@@ -102,7 +101,7 @@ class ShardedObjects:
         return self.models[self.owners[index]]
 
     def folders(self) -> list[tuple[str, str]]:
-        """Return what each folder is for, and the folder's name."""
+        """Return the object of each folder, and the folder's name."""
         return [
             *((f"model {i}", file_names.sharded_model_folder(i)) for i, _ in self.saved_models),
             *(
@@ -117,11 +116,11 @@ class ShardedComparison:
     """A comparison of folders with the objects that are loaded from them.
 
     Attributes:
-        differences: One line for each folder that is missing, for each weight that differs or is on one side
-            alone, and for each part of an optimizer's state that is.
+        differences: One line for each missing folder, and for each weight and entry of an optimizer's state
+            that differs or exists only on one side.
         indexes: The index of each folder, by its name.
         states: By the number of an optimizer, the new tensors that its state is read into.
-        lacking: The numbers of optimizers that have no folder, or not all of what they need in it.
+        incomplete: The numbers of optimizers that have no folder, or not all of their state in it.
     """
 
     differences: list[str]
@@ -141,20 +140,20 @@ def save_sharded_state(
 ) -> None:
     """Save the weights and optimizer states of sharded models. Every process must call it.
 
-    Into a folder that `staged` has opened they are written beside what else a checkpoint has; any other
-    folder appears, or is replaced, as a whole. All processes must see the folder.
+    If `staged` has opened the folder, they are added to that checkpoint; any other folder appears, or is
+    replaced, atomically. All processes must see the folder.
 
     Args:
         output_dir: The checkpoint folder.
         models: The models, sharded with `fully_shard` or not.
         optimizers: The optimizers; with no `owners`, one for each of the first models.
         owners: For each optimizer, which model has its parameters.
-        skipped: The numbers of models whose weights are left out.
+        skipped: The numbers of models whose weights are not saved.
         process: This process; by default the current one.
 
     Raises:
         ValueError: If there are more optimizers than models.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
+        Exception: Any other error of this process; a CheckpointError on the other processes.
     """
     objects = ShardedObjects.of(models, optimizers, owners, skipped)
     process = current_process() if process is None else process
@@ -180,7 +179,7 @@ def load_sharded_state(
 
     Args:
         input_dir: The checkpoint folder.
-        models: The models, sharded like here and now.
+        models: The models, sharded as in this run.
         optimizers: The optimizers; with no `owners`, one for each of the first models.
         owners: For each optimizer, which model has its parameters.
         process: This process; by default the current one.
@@ -190,30 +189,32 @@ def load_sharded_state(
         ValueError: If there are more optimizers than models.
         FileNotFoundError: If there is no such checkpoint.
         CorruptCheckpointError: If files are missing, changed, or lead out of the folder.
-        CheckpointError: If the folder has no state for one of the objects, or another one than they need.
+        CheckpointError: If the folder has no state for one of the objects, or a different one.
     """
     objects = ShardedObjects.of(models, optimizers, owners)
     process = current_process() if process is None else process
-    # Before anything of the objects changes: a damaged checkpoint leaves them as they are.
+    # Before the objects change: a damaged checkpoint leaves them unchanged.
     reader = open_checkpoint(Path(input_dir), process, None, {}, verify)
     compared = compare_sharded(reader.folder, reader.names, objects, process)
     if compared.differences:
-        raise CheckpointError(f"{reader.folder} is of other objects: {'; '.join(compared.differences)}.")
+        raise CheckpointError(
+            f"{reader.folder} does not match the objects: {'; '.join(compared.differences)}."
+        )
     load_sharded(reader.folder, objects, process, compared)
 
 
 def compare_sharded(
     folder: Path, names: Collection[str], objects: ShardedObjects, process: ProcessInfo
 ) -> ShardedComparison:
-    """Compare folders with the models and optimizers that they are for. Every process must call it.
+    """Compare folders with their models and optimizers. Every process must call it.
 
     Args:
         folder: The checkpoint folder, checked.
         names: Its files.
-        objects: What is to be loaded.
+        objects: The objects to load.
         process: This process.
     """
-    task = "comparing the checkpoint with the objects given"
+    task = "comparing the checkpoint with the objects"
 
     def read() -> dict[str, Metadata]:
         existing = [name for _, name in objects.folders() if _has(names, name)]
@@ -250,14 +251,14 @@ def load_sharded(
 
     Args:
         folder: The checkpoint folder, checked.
-        objects: What to load into.
+        objects: The objects to load into.
         process: This process.
-        compared: What `compare_parts` returned for it; the states in it are used up.
-        strict: False to leave weights as they are that the folder does not have in their shape, objects
-            that have no folder, and optimizers of whose state a part is missing.
+        compared: The result of `compare_sharded`; its states are consumed.
+        strict: False to skip weights that the folder does not have in their shape, objects without a folder,
+            and optimizers with incomplete state.
 
     Raises:
-        CheckpointError: If the state of an optimizer is another one than it needs.
+        CheckpointError: If the state of an optimizer differs from what it needs.
     """
     for index, optimizer in enumerate(objects.optimizers):
         if strict or index not in compared.incomplete:
@@ -288,7 +289,7 @@ def _has(names: Collection[str], folder: str) -> bool:
 
 
 def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
-    # Values that are no tensors have no size in the index.
+    # Non-tensors have no size in the index.
     shape = getattr(saved.get(key), "size", None)
     return key in saved and (shape is None or shape == value.size())
 
@@ -310,9 +311,9 @@ def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, 
 
 
 def pack_extra_state(weights: dict[str, Any], what: str, process: ProcessInfo) -> dict[str, Any]:
-    """Return a model's state with what modules have beside tensors as bytes. Every process must call it.
+    """Return a model's state with its extra state as bytes. Every process must call it.
 
-    DCP would take dicts apart, and look for the entries that the model has when it is loaded.
+    DCP would flatten dicts, and look for the entries that the model has when it is loaded.
 
     Args:
         weights: The state.
@@ -320,7 +321,7 @@ def pack_extra_state(weights: dict[str, Any], what: str, process: ProcessInfo) -
         process: This process.
 
     Raises:
-        ValueError: If there is a value that no load would take; a CheckpointError on the other processes.
+        ValueError: If there is a value that no load would accept; a CheckpointError on the other processes.
     """
 
     def pack() -> dict[str, Any]:
@@ -335,12 +336,12 @@ def pack_extra_state(weights: dict[str, Any], what: str, process: ProcessInfo) -
 
 
 def without_extra_state(weights: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
-    """Return a model's state to read the one in a folder into.
+    """Return a model's state for reading the one of a folder into it.
 
     Args:
         weights: The state.
-        saved: What the folder's index names. Where that has the entries of a dict apart, as accel 0.2 wrote
-            it, they are read into a copy of the model's own dict.
+        saved: The names in the folder's index. If it has the entries of a dict separately, as accel 0.2 wrote
+            it, they are read into a copy of the model's dict.
     """
     extra = {
         name: None if f"model.{name}" in saved else deepcopy(value)
@@ -351,7 +352,7 @@ def without_extra_state(weights: dict[str, Any], saved: Collection[str]) -> dict
 
 
 def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return what `pack_extra_state` was given."""
+    """Undo `pack_extra_state`."""
     return {
         name: values.decode(tensors.load(io.BytesIO(value[1]), map_location="cpu"))
         if isinstance(value, tuple) and value[:1] == (_PACKED,)
@@ -361,7 +362,7 @@ def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_sharded(state: dict[str, Any], name: str, staging: Staging, process: ProcessInfo) -> None:
-    """Write a state, each process its part, into a folder of a checkpoint. Every process must call it.
+    """Write a sharded state into a folder of a checkpoint. Every process must call it.
 
     Args:
         state: The state.
@@ -376,25 +377,25 @@ def write_sharded(state: dict[str, Any], name: str, staging: Staging, process: P
         staging.buffer.wait_for_cpu()
 
     def write(group: Any) -> None:
-        # Its index is written by rank 0 and taken up in `seal`.
+        # Rank 0 writes its index, which `seal` adds to the manifest.
         write_folder(state, folder, process, group, writer=staging.writer)
 
     staging.write_collectively(write)
 
 
 def _copy(value: torch.Tensor, buffer: SnapshotBuffer, meshes: dict[DeviceMesh, DeviceMesh]) -> torch.Tensor:
-    """Copy a tensor; of a sharded one this process's part.
+    """Copy a tensor; of a sharded one this process's shard.
 
     Args:
         value: The tensor.
-        buffer: Where copies are kept.
-        meshes: For each mesh the one of its copies, which is added to: a mesh lists all of its processes.
+        buffer: The memory of copies.
+        meshes: For each mesh the one of its copies; new ones are added, as a mesh lists all of its processes.
     """
     if not isinstance(value, DTensor):
         return buffer.copy(value)
     mesh = value.device_mesh
     if mesh not in meshes:
-        # The copy is on the CPU and is never computed with: its mesh needs no process group.
+        # The copy is on the CPU and is never used in computations: its mesh needs no process group.
         meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(
         buffer.copy(value.to_local()),

@@ -166,13 +166,13 @@ class SafetensorsFiles:
             unchanged = file.is_unchanged()
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{path}, from which the weight {name} is read in place, is gone. Keep the checkpoint while "
+                f"{path}, where the weight {name} is read in place, is gone. Keep the checkpoint while "
                 "the model is in use."
             ) from error
         # Otherwise weights of a newer checkpoint would be mixed with those read before.
         if not unchanged:
             raise CorruptCheckpointError(
-                f"{path}, from which the weight {name} is read in place, has changed since the model was "
+                f"{path}, where the weight {name} is read in place, has changed since the model was "
                 "loaded. Build and load the model again, and keep the checkpoint unchanged meanwhile."
             )
         return file

@@ -1,1 +1,1 @@
-"""save_state and load_state, and what goes along with them."""
+"""save_state, load_state and related functions."""

@@ -1,7 +1,7 @@
-"""Models and optimizers under FSDP, each saved by itself: what `save_state` writes of them.
+"""Saving single models and optimizers under FSDP, in the files of `save_state`.
 
-pytorch_model_fsdp.bin, optimizer.bin     whole states (FULL_STATE_DICT)
-pytorch_model_fsdp_0/, optimizer_0/       parts of all processes (SHARDED_STATE_DICT)
+pytorch_model_fsdp.bin, optimizer.bin     full states (FULL_STATE_DICT)
+pytorch_model_fsdp_0/, optimizer_0/       sharded states (SHARDED_STATE_DICT)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accel.saving.adapters import adapter_names, is_peft_model, to_model_names
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.folder.all_ranks import run_on_all_ranks
+from accel_ckpt.root.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_sharded_optimizer, sharded_state_to_save
@@ -50,31 +50,31 @@ def save_fsdp_model(
     """Save a prepared model's weights; every process calls it.
 
     Args:
-        fsdp_plugin: Its `state_dict_type` says what is written.
-        accelerator: Whose engine has the model.
+        fsdp_plugin: Its `state_dict_type` selects the format.
+        accelerator: The accelerator that has prepared the model.
         model: The model.
-        output_dir: The folder; it is made, and what else is in it stays.
+        output_dir: The folder; created if needed, and its other files are kept.
         model_index: A number for the name.
-        adapter_only: Save what peft has added to the model alone.
-        use_dcp: Parts are written by torch.distributed.checkpoint, and can be by nothing else.
+        adapter_only: Whether to save only the peft adapter.
+        use_dcp: Must be True for sharded states, which are written by torch.distributed.checkpoint.
 
     Raises:
-        ValueError: If the state_dict_type is LOCAL_STATE_DICT, parts are to be written without DCP, or there
-            is no adapter.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
+        ValueError: If the state_dict_type is LOCAL_STATE_DICT, sharded states would be written without DCP,
+            or there is no adapter.
+        Exception: Any other error of this process; a CheckpointError on the other processes.
     """
     output_dir = output_path(output_dir)
-    if _in_parts(fsdp_plugin, use_dcp):
-        weights = _weights_in_parts(accelerator.run, model, adapter_only)
-        place = Path(output_dir) / file_names.sharded_model_folder(model_index)
+    if _is_sharded(fsdp_plugin, use_dcp):
+        weights = _sharded_weights(accelerator.run, model, adapter_only)
+        folder = Path(output_dir) / file_names.sharded_model_folder(model_index)
         process = accelerator.run.process
         weights = pack_extra_state(weights, f"model {model_index}", process)
-        write_folder({"model": weights}, place, process)
+        write_folder({"model": weights}, folder, process)
         return
-    whole = accelerator.run.engine.states.state_dict(model)
-    if adapter_only and whole:  # empty but on the process that writes
-        whole = {name: whole[named] for name, named in adapter_names(model, whole).items()}
-    _write_whole(accelerator.run, whole, output_dir, file_names.gathered_model_file(model_index))
+    full_state = accelerator.run.engine.states.state_dict(model)
+    if adapter_only and full_state:  # empty except on the process that writes
+        full_state = {name: full_state[named] for name, named in adapter_names(model, full_state).items()}
+    _write_full(accelerator.run, full_state, output_dir, file_names.gathered_model_file(model_index))
 
 
 def load_fsdp_model(
@@ -89,40 +89,42 @@ def load_fsdp_model(
     """Load what `save_fsdp_model` has saved, on any number of processes; every process calls it.
 
     Args:
-        fsdp_plugin: As it was for saving.
-        accelerator: Whose engine has the model.
+        fsdp_plugin: As for saving.
+        accelerator: The accelerator that has prepared the model.
         model: The prepared model.
         input_dir: The folder.
         model_index: The number for the name.
-        adapter_only: As it was for saving; of a model without adapters all is loaded.
-        use_dcp: As it was for saving.
+        adapter_only: As for saving; for a model without adapters everything is loaded.
+        use_dcp: As for saving.
 
     Returns:
-        The names that are missing and those that are too many, as `load_state_dict` returns them.
+        The missing and the unexpected names, as `load_state_dict` returns them.
 
     Raises:
         FileNotFoundError: If nothing was saved there under this type.
-        RuntimeError: If a name is missing or too many: of the model, or with adapter_only of its adapters.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
+        RuntimeError: If a name of the model (with adapter_only, of its adapters) is missing or unexpected.
+        Exception: Any other error of this process; a CheckpointError on the other processes.
     """
-    # An adapter's file has not the frozen weights, so that loading it cannot be strict.
-    engine, is_part = accelerator.run.engine, adapter_only and is_peft_model(model)
-    if _in_parts(fsdp_plugin, use_dcp):
-        weights = _weights_in_parts(accelerator.run, model, adapter_only)
-        place = _parts_at(accelerator.run, input_dir, file_names.sharded_model_folder(model_index))
-        index = read_index(place, accelerator.run.process)
+    # An adapter's file does not have the frozen weights, so loading it cannot be strict.
+    engine, is_partial = accelerator.run.engine, adapter_only and is_peft_model(model)
+    if _is_sharded(fsdp_plugin, use_dcp):
+        weights = _sharded_weights(accelerator.run, model, adapter_only)
+        folder = _find_sharded_folder(
+            accelerator.run, input_dir, file_names.sharded_model_folder(model_index)
+        )
+        index = read_index(folder, accelerator.run.process)
         weights = without_extra_state(weights, index.state_dict_metadata)
-        read_folder({"model": weights}, place, accelerator.run.process, index)
+        read_folder({"model": weights}, folder, accelerator.run.process, index)
         weights = unpack_extra_state(weights)
-        options = StateDictOptions(strict=not is_part)
-        # torch's function also loads tensors that are not sharded, and returns what did not fit.
+        options = StateDictOptions(strict=not is_partial)
+        # torch's function also loads tensors that are not sharded, and returns the incompatible keys.
         return set_model_state_dict(engine.states.state_root(model), weights, options=options)
     file = file_names.gathered_model_file(model_index)
-    whole = _read_whole(accelerator.run, input_dir, file)
+    full_state = _read_full(accelerator.run, input_dir, file)
     target = engine.states.model_to_load(model)
-    if is_part:
-        whole = to_model_names(whole, adapter_names(model, target.state_dict()), file)
-    return target.load_state_dict(whole, strict=not is_part)
+    if is_partial:
+        full_state = to_model_names(full_state, adapter_names(model, target.state_dict()), file)
+    return target.load_state_dict(full_state, strict=not is_partial)
 
 
 def save_fsdp_optimizer(
@@ -137,27 +139,27 @@ def save_fsdp_optimizer(
     """Save a prepared optimizer's state; every process calls it.
 
     Args:
-        fsdp_plugin: Its `state_dict_type` says what is written.
-        accelerator: Whose engine has the model.
+        fsdp_plugin: Its `state_dict_type` selects the format.
+        accelerator: The accelerator that has prepared the model.
         optimizer: The optimizer, of this model's parameters.
         model: The model.
-        output_dir: The folder; it is made, and what else is in it stays.
+        output_dir: The folder; created if needed, and its other files are kept.
         optimizer_index: A number for the name.
-        use_dcp: Parts are written by torch.distributed.checkpoint, and can be by nothing else.
+        use_dcp: Must be True for sharded states, which are written by torch.distributed.checkpoint.
 
     Raises:
         ValueError: As `save_fsdp_model`.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
+        Exception: Any other error of this process; a CheckpointError on the other processes.
     """
     output_dir = output_path(output_dir)
-    if _in_parts(fsdp_plugin, use_dcp):
+    if _is_sharded(fsdp_plugin, use_dcp):
         root = accelerator.run.engine.states.state_root(model)
         state = {"optimizer": sharded_state_to_save(root, getattr(optimizer, "optimizer", optimizer))}
-        place = Path(output_dir) / file_names.sharded_optimizer_folder(optimizer_index)
-        write_folder(values.encode(state, f"optimizer {optimizer_index}"), place, accelerator.run.process)
+        folder = Path(output_dir) / file_names.sharded_optimizer_folder(optimizer_index)
+        write_folder(values.encode(state, f"optimizer {optimizer_index}"), folder, accelerator.run.process)
         return
-    whole = accelerator.run.engine.states.optimizer_to_save(optimizer).state_dict()
-    _write_whole(accelerator.run, whole, output_dir, file_names.optimizer_file(optimizer_index))
+    full_state = accelerator.run.engine.states.optimizer_to_save(optimizer).state_dict()
+    _write_full(accelerator.run, full_state, output_dir, file_names.optimizer_file(optimizer_index))
 
 
 def load_fsdp_optimizer(
@@ -173,89 +175,91 @@ def load_fsdp_optimizer(
     """Load what `save_fsdp_optimizer` has saved, on any number of processes; every process calls it.
 
     Args:
-        fsdp_plugin: As it was for saving.
-        accelerator: Whose engine has the model.
+        fsdp_plugin: As for saving.
+        accelerator: The accelerator that has prepared the model.
         optimizer: The prepared optimizer.
         model: The prepared model.
         input_dir: The folder.
         optimizer_index: The number for the name.
-        adapter_only: Makes no difference: an optimizer has a state for the parameters that it trains alone.
-        use_dcp: As it was for saving.
+        adapter_only: Has no effect: an optimizer only has state of the parameters that it trains.
+        use_dcp: As for saving.
 
     Raises:
         FileNotFoundError: If nothing was saved there under this type.
         CheckpointError: If the file has other parameters, or in other groups.
-        Exception: What else went wrong here; a CheckpointError on the other processes. The optimizer is as it
-            was then.
+        Exception: Any other error of this process; a CheckpointError on the other processes. The optimizer is
+            unchanged.
     """
     process, inner = accelerator.run.process, getattr(optimizer, "optimizer", optimizer)
-    if _in_parts(fsdp_plugin, use_dcp):
-        place = _parts_at(accelerator.run, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
-        load_sharded_optimizer(accelerator.run.engine.states.state_root(model), inner, place, process)
+    if _is_sharded(fsdp_plugin, use_dcp):
+        folder = _find_sharded_folder(
+            accelerator.run, input_dir, file_names.sharded_optimizer_folder(optimizer_index)
+        )
+        load_sharded_optimizer(accelerator.run.engine.states.state_root(model), inner, folder, process)
         return
     name = file_names.optimizer_file(optimizer_index)
-    # Every process reads the file: each takes its own part, and nothing is sent.
-    whole = _read_whole(accelerator.run, input_dir, name)
+    # Every process reads the file and takes its shard: nothing is sent.
+    full_state = _read_full(accelerator.run, input_dir, name)
     states = accelerator.run.engine.states
     target, owner = states.optimizer_to_load(optimizer), states.model_to_load(model)
 
     def load() -> None:
-        state, differences = match_groups(name, optimizer_index, whole, target, [owner])
+        state, differences = match_groups(name, optimizer_index, full_state, target, [owner])
         if differences:
             raise CheckpointError(
-                f"{'; '.join(differences)}. Load into an optimizer with the groups of the one that was saved."
+                f"{'; '.join(differences)}. Load into an optimizer with the groups of the saved one."
             )
         target.load_state_dict(state)
 
-    # A failure in the middle would leave the optimizer half loaded.
+    # Otherwise a failure could leave the optimizer partly loaded.
     with undo_on_error(inner):
         run_on_all_ranks(load, process, f"loading {name}")
 
 
-def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
+def _is_sharded(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
     if plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
-            "state_dict_type='LOCAL_STATE_DICT' is written by save_state alone, all of a process in one "
-            "file. Set 'SHARDED_STATE_DICT' or 'FULL_STATE_DICT', or call save_state."
+            "state_dict_type='LOCAL_STATE_DICT' is only written by save_state, with one file per "
+            "process. Set 'SHARDED_STATE_DICT' or 'FULL_STATE_DICT', or call save_state."
         )
-    in_parts = plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
-    if in_parts and not use_dcp:
+    is_sharded = plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    if is_sharded and not use_dcp:
         raise ValueError(
-            "state_dict_type='SHARDED_STATE_DICT' is written by torch.distributed.checkpoint. Leave "
-            "use_dcp=False out, or set 'FULL_STATE_DICT'."
+            "state_dict_type='SHARDED_STATE_DICT' is written by torch.distributed.checkpoint. Omit "
+            "use_dcp=False, or set 'FULL_STATE_DICT'."
         )
-    return in_parts
+    return is_sharded
 
 
-def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
+def _sharded_weights(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
     state = get_model_state_dict(run.engine.states.state_root(model))
     return {name: state[name] for name in adapter_names(model, state).values()} if adapter_only else state
 
 
-def _parts_at(run: Run, folder: Folder, name: str) -> Path:
-    place = Path(folder) / name
+def _find_sharded_folder(run: Run, root: Folder, name: str) -> Path:
+    folder = Path(root) / name
 
     def find() -> None:
-        if not (place / METADATA).exists():
-            raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
+        if not (folder / METADATA).exists():
+            raise FileNotFoundError(f"{root} has no {METADATA}: no sharded state was saved there.")
 
-    # On all processes, as one that raises alone would leave the others in their next collective.
+    # On all ranks, as a rank that raises alone would leave the other ranks waiting in a collective.
     run_on_all_ranks(find, run.process, f"looking for {name}")
-    return place
+    return folder
 
 
-def _write_whole(run: Run, state: dict[str, Any], folder: Folder, name: str) -> None:
+def _write_full(run: Run, state: dict[str, Any], root: Folder, name: str) -> None:
     each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)  # several calls save into one folder
-        tensors.save(values.encode(state, name), Path(folder) / name, save_on_each_node=each_node)
+        Path(root).mkdir(parents=True, exist_ok=True)  # several calls may save into one folder
+        tensors.save(values.encode(state, name), Path(root) / name, save_on_each_node=each_node)
 
     run_on_all_ranks(write, run.process, f"writing {name}")
 
 
-def _read_whole(run: Run, folder: Folder, name: str) -> Any:
-    path = Path(folder) / name
+def _read_full(run: Run, root: Folder, name: str) -> Any:
+    path = Path(root) / name
 
     def read() -> Any:
         return values.decode(tensors.load(path, map_location="cpu"))

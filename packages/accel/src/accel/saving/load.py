@@ -1,4 +1,4 @@
-"""load_state: which checkpoint an Accelerator goes on from, and which of its objects are restored."""
+"""load_state: the checkpoint that an Accelerator resumes from, and the objects that are restored."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ def load_state(
 ) -> bool:
     """Restore a checkpoint; every process calls it.
 
-    Without a folder, the newest automatically named checkpoint whose files are what its manifest says is
-    restored; damaged ones are skipped on all processes alike, with a warning.
+    Without a folder, the newest automatically named checkpoint whose files match its manifest is restored;
+    damaged ones are skipped on all processes, with a warning.
 
     Args:
-        run: Whose prepared and registered objects are restored.
+        run: The run with the prepared and registered objects.
         input_dir: The folder; None for the newest automatically named one.
-        load_kwargs: Options of torch.load for everything but weights.
-        strict: True for an error on any difference between the folder and the objects, False to restore what
-            fits and warn of the rest; by default strict for folders that accel wrote.
+        load_kwargs: Options of torch.load for everything except weights.
+        strict: True to raise on any difference between the folder and the objects, False to restore what
+            matches and warn of the rest; by default strict for folders that accel wrote.
         verify: Whether to check the files' digests.
-        map_location: Where files are read to: "cpu", "on_device" or a device.
-        missing_ok: Whether to return where there is no checkpoint on any process, as on the first start.
+        map_location: The device that files are read to: "cpu", "on_device" or a device.
+        missing_ok: Whether to return if no process has a checkpoint, as on the first start.
         **options: Options of the models' load_state_dict; under DeepSpeed, of its `load_checkpoint`.
 
     Returns:
-        Whether a checkpoint was restored: True, but with `missing_ok` where there is none.
+        Whether a checkpoint was restored: always True without `missing_ok`.
 
     Raises:
         ValueError: If there is no folder to read from.
         FileNotFoundError: If there is no checkpoint in it.
         CheckpointError: If it is damaged, or differs from the objects.
     """
-    # The save in the background may be what is loaded, and reads the state that is overwritten here.
+    # The save in the background may be the one to load, and reads the state that is overwritten here.
     thread.wait()
     input_dir = output_path(input_dir)
-    if (missing_ok or is_verifying()) and not _is_any_there(run, input_dir):
+    if (missing_ok or is_verifying()) and not _any_checkpoint_exists(run, input_dir):
         if is_verifying():
             warn("load_state restores nothing: under `accel verify` a script starts without a checkpoint.")
         return False
@@ -71,18 +71,18 @@ def load_state(
         folder, reader = Path(input_dir), open_checkpoint(Path(input_dir), *read)
     else:
         folder, reader = _open_newest(run, read)
-    of_hooks = models_for_hooks(run)
-    shown = list(of_hooks)
+    hook_models = models_for_hooks(run)
+    remaining = list(hook_models)
     engine = run.engine
 
     def call_hooks() -> None:
-        engine.states.check_own(reader.names)  # before anything is changed
-        # Hooks may take models out of the list, which they load themselves.
+        engine.states.check_own(reader.names)  # before anything changes
+        # Hooks may remove models from the list, which they load themselves.
         for hook in run.load_hooks.values():
-            hook(shown, str(reader.folder))
+            hook(remaining, str(reader.folder))
 
     if run.load_hooks:
-        # What does not depend on them is checked first, as what they load is not put back.
+        # Everything that does not depend on hooks is checked first, as what they load cannot be undone.
         rest = Objects([], [], run.schedulers, run.loaders, run.scaler, run.registered)
         skip = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
         restore(
@@ -94,19 +94,19 @@ def load_state(
             strict=strict,
             only_check=True,
         )
-    # Where a hook fails on one process, the others must not wait for it in the collectives below.
+    # If a hook fails on one rank, the other ranks must not wait for it in the collectives below.
     run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
-    left = {id(model) for model in shown}
-    skipped = {index for index, known in enumerate(of_hooks) if id(known) not in left}
+    kept_ids = {id(model) for model in remaining}
+    skipped = {index for index, model in enumerate(hook_models) if id(model) not in kept_ids}
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reader.names)
     # Models whose weights the engine reads from its own files are not for `restore`.
-    own = {index for index, model in enumerate(run.models) if engine.states.is_own(model)}
+    native = {index for index, model in enumerate(run.models) if engine.states.is_own(model)}
     models = {
         index: engine.states.model_to_load(model)
         for index, model in enumerate(run.models)
-        if index not in own and not in_parts
+        if index not in native and not in_parts
     }
     objects = Objects(
         [model for index, model in models.items() if index not in skipped],
@@ -115,41 +115,41 @@ def load_state(
         run.loaders,
         run.scaler,
         run.registered,
-        _parts(run, skipped) if in_parts else None,
-        # The optimizer of a model that a hook has taken out needs the names of its parameters.
+        _sharded_objects(run, skipped) if in_parts else None,
+        # The optimizer of a model that a hook has removed needs the names of its parameters.
         list(models.values()),
         is_sharded=engine.gradients.in_parts,
     )
-    buffers = read_per_rank_buffers(run, reader)  # before anything is changed
+    buffers = read_per_rank_buffers(run, reader)  # before anything changes
     result = restore(
         reader,
         objects,
         run.process.rank,
         run.process,
-        skip={*_left_to_hooks(run, skipped), *file_names.ENGINE_ROLES},
+        skip={*_files_of_hooks(run, skipped), *file_names.ENGINE_ROLES},
         strict=strict,
-        **{} if own else options,
+        **{} if native else options,
     )
     set_per_rank_buffers(run, buffers)
     engine.states.load_own(reader.folder, **options)  # DeepSpeed and Megatron read their own files
-    forget_round(run.scaler)  # the steps and gradients of before have nothing to do with the loaded scale
+    forget_round(run.scaler)  # previous overflows do not apply to the loaded scale
     _continue_window(run, reader, result)
-    _number_next(run, folder)
+    _set_next_number(run, folder)
     return True
 
 
 def _continue_window(run: Run, reader: CheckpointReader, result: dict[str, Any]) -> None:
-    """Put the accumulation window where it was at the save."""
+    """Restore the position in the accumulation window."""
     if has_gradients(run) and not reader.facts.get("open_window"):
-        drop_gradients(run)  # of the window that is left
+        drop_gradients(run)  # of the abandoned window
     if "window" in result:
         run.window.load_state_dict(result["window"])
     else:
         run.window.step = result.get("step", 0)  # Accelerate's checkpoints have no window
 
 
-def _number_next(run: Run, folder: Path) -> None:
-    """Let the next automatic name come after the folder that was loaded, and after all that are there."""
+def _set_next_number(run: Run, folder: Path) -> None:
+    """Set the number of the next checkpoint above the loaded one and all existing ones."""
     config = run.project_configuration
     if config.automatic_checkpoint_naming and config.project_dir is not None:
         number = file_names.iteration_of(folder.name)
@@ -157,17 +157,17 @@ def _number_next(run: Run, folder: Path) -> None:
         config.iteration = max(config.iteration, above, free_number(run, run.process))
 
 
-def _parts(run: Run, skipped: Collection[int]) -> ShardedObjects:
+def _sharded_objects(run: Run, skipped: Collection[int]) -> ShardedObjects:
     from accel_ckpt.sharded.save_load import ShardedObjects  # takes most of a second to import
 
     return ShardedObjects.of(**sharded_models_and_optimizers(run), skipped=skipped)
 
 
-def _left_to_hooks(run: Run, skipped: Collection[int]) -> set[str]:
-    """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
+def _files_of_hooks(run: Run, skipped: Collection[int]) -> set[str]:
+    """Return the files that hooks read: their own, and the weights of models that they removed."""
     if not run.load_hooks:
         return set()
-    # Of whole weights hooks are taken to remove models from the end of the list, as `pop()` does.
+    # For full weights, hooks are assumed to remove models from the end of the list, as `pop()` does.
     last = range(len(run.models) - len(skipped), len(run.models))
     return {
         "other",
@@ -177,12 +177,12 @@ def _left_to_hooks(run: Run, skipped: Collection[int]) -> set[str]:
     }
 
 
-def _is_any_there(run: Run, input_dir: str | None) -> bool:
-    """Whether a process sees a checkpoint, also a damaged one."""
+def _any_checkpoint_exists(run: Run, input_dir: str | None) -> bool:
+    """Whether any process sees a checkpoint, damaged or not."""
     process = run.process
 
     def look() -> bool:
-        if not process.is_local_main:  # one look per machine, whose disk it may be
+        if not process.is_local_main:  # one check per machine, which may have its own disk
             return False
         if input_dir is None:
             return bool(rotation.checkpoints(_project_root(run)))
@@ -205,7 +205,7 @@ def _project_root(run: Run) -> Path:
 
 
 def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, CheckpointReader]:
-    """Open the newest sound checkpoint; also return its folder."""
+    """Open the newest undamaged checkpoint, and return its folder too."""
     process = run.process
     root = _project_root(run)
     folders = run_on_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
@@ -219,15 +219,15 @@ def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, CheckpointReade
         try:
             reader = open_checkpoint(folder, *read)
         except Exception as error:
-            # All are here, with an error each; where one has found damage, all go on to the one before.
+            # Every process gets here with an error; if one has found damage, all try the previous checkpoint.
             corrupt = str(error) if isinstance(error, CorruptCheckpointError) else None
             found_damage = [text for text in all_gather_object(corrupt, process) if text is not None]
             if not found_damage:
                 raise
-            # One process's words are enough: they name the file.
+            # One process's message is enough: it names the file.
             damage.append(found_damage[0])
             continue
         if damage:
-            warn(f"Going on from {folder}. {' '.join(damage)}")
+            warn(f"Resuming from {folder}. {' '.join(damage)}")
         return folder, reader
     raise CheckpointError(f"no checkpoint in {root} can be read. {' '.join(damage)}")

@@ -1,8 +1,8 @@
-"""Buffers that each process has its own values of, where parameters are sharded.
+"""Buffers with different values on each rank, where parameters are sharded.
 
-DDP sends the first process's buffers in every forward pass. FSDP does not: what batch norm has seen, without
-synchronisation, differs between processes. A checkpoint keeps each process's own then, beside the first one's
-among the weights, which are for any other number of processes.
+DDP broadcasts the first rank's buffers in every forward pass. FSDP does not: the statistics of batch norm
+without synchronisation differ between ranks. A checkpoint then has the buffers of each rank, besides those of
+the first rank among the weights, which are used on another number of processes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def save_per_rank_buffers(run: Run, staging: Staging) -> None:
     """Write the buffers of this process, if they differ between processes; every process calls it."""
     process = run.process
     buffers = dict(_buffers(run))
-    # Digests, so that no buffer travels only to be compared.
-    own = [digest(buffer) for buffer in buffers.values()]
-    if any(other != own for other in all_gather_object(own, process)):
-        # Copies: buffers may share memory, and a file of safetensors has each name by itself.
+    # Digests, so that buffers are not sent only to be compared.
+    digests = [digest(buffer) for buffer in buffers.values()]
+    if any(other != digests for other in all_gather_object(digests, process)):
+        # Copies: buffers may share memory, which safetensors does not support.
         state = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         staging.write(state, file_names.buffers_file(process.rank), safe_serialization=True)
 
@@ -40,7 +40,7 @@ def save_per_rank_buffers(run: Run, staging: Staging) -> None:
 def read_per_rank_buffers(run: Run, reader: CheckpointReader) -> dict[str, torch.Tensor]:
     """Read what `save_own_buffers` wrote; every process calls it.
 
-    On another number of processes all have the first one's, as far as the checkpoint has them.
+    On another number of processes all use those of the first rank, if the checkpoint has them.
     """
     if not any(file_names.role_of(name) == "buffers" for name in reader.names):
         return {}
@@ -52,20 +52,20 @@ def read_per_rank_buffers(run: Run, reader: CheckpointReader) -> dict[str, torch
 
 
 def set_per_rank_buffers(run: Run, state: Mapping[str, torch.Tensor]) -> None:
-    """Give buffers the values that were read."""
+    """Set the buffers to the values that were read."""
     for key, buffer in _buffers(run) if state else ():
         if key in state and state[key].shape == buffer.shape:
-            # In place: what was compiled or wrapped holds this very tensor.
+            # In place: compiled or wrapped modules refer to this tensor.
             buffer.detach().copy_(state[key])
 
 
 def _buffers(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of prepared models that are saved and whole, by names that every engine gives."""
+    """Yield the saved, unsharded buffers of prepared models, by names that all engines share."""
     for index, model in enumerate(run.models):
         inner = run.engine.unwrap_model(model, keep_torch_compile=False)
         for path, module in inner.named_modules():
             for name, buffer in module._buffers.items():
                 is_saved = buffer is not None and name not in unsaved_buffers(module)
                 if is_saved and not isinstance(buffer, DTensor) and buffer.numel():
-                    # A private of torch, which takes its wrappers' names out (FSDP1, checkpointing).
+                    # A private of torch, which removes the names of wrappers (FSDP1, checkpointing).
                     yield clean_tensor_name(f"{index}.{path}.{name}" if path else f"{index}.{name}"), buffer

@@ -1,4 +1,4 @@
-"""Saving when the machine is about to be taken away: a signal to any process, and all save."""
+"""Saving on preemption: after a signal to any process, all save."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Preemption:
-    """Notes the signals that announce the end, and asks whether any process has got one.
+    """Handles the signals of a preemption, and synchronizes whether any process has received one.
 
     Args:
         process: This process.
-        signals: Names of the signals; those that the system does not have are passed over.
+        signals: Names of the signals; those that the system does not have are skipped.
 
     Raises:
-        RuntimeError: If this is not the main thread, which alone can take signals.
+        RuntimeError: If this is not the main thread, the only one that can handle signals.
         ValueError: If the system has none of them.
     """
 
@@ -38,50 +38,51 @@ class Preemption:
         # Windows has no SIGUSR1.
         numbers = [getattr(signal, name) for name in signals if hasattr(signal, name)]
         if not numbers:
-            known = ", ".join(sorted(each.name for each in signal.Signals))
+            available = ", ".join(sorted(item.name for item in signal.Signals))
             raise ValueError(
                 f"save_on_preemption(signals={list(signals)}): this system ({sys.platform}) has none of "
-                f"them. Give some of {known}."
+                f"them. Pass some of {available}."
             )
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def agreed(self) -> bool:
-        """Whether a process had got a signal at the call before; the same on all, which all call it."""
+        """Return whether any process had received a signal at the previous call; a collective."""
         return self._agreement.ask_ahead(self.received is not None)
 
     def stop(self) -> None:
-        """Put back what was done on these signals before."""
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:  # others set since are left alone
+        """Restore the previous handlers of these signals."""
+        for number, handler in self._previous_handlers.items():
+            if signal.getsignal(number) == self._on_signal:  # handlers set since are kept
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
+        self._previous_handlers = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # Only noted: a handler may interrupt any line, and saving is a collective.
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only recorded: a handler may interrupt any line, and saving is collective.
         self.received = signal.Signals(number).name
-        # The program's handler runs too, but for Python's own, which would raise KeyboardInterrupt.
-        before: Any = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        # The program's handler runs too, except Python's default, which would raise KeyboardInterrupt.
+        previous: Any = self._previous_handlers.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
 
 
 def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:
-    """Return the signal to end that any process got; every process calls it at the end of each step.
+    """Return the preemption signal that any process received; every process calls it at the end of each step.
 
     Args:
         run: The run that would be saved.
         output_dir: The folder; not needed with automatic naming.
-        signals: Names of the signals, which the first call takes.
+        signals: Names of the signals, whose handlers the first call installs.
 
     Returns:
-        Its name, on all processes in the same step, outside of accumulation windows; None if there is none.
+        Its name, on all processes in the same step, at the end of an accumulation window; None if there is
+        none.
 
     Raises:
         ValueError: If there is no folder to save to, or the system has none of the signals.
         RuntimeError: If this is not the main thread.
     """
     if run.preemption is None:
-        # At the first call, and not when the signal comes and time is short.
+        # At the first call, not when the signal arrives and time is short.
         _check_folder(run, output_dir)
         run.preemption = Preemption(run.process, signals)
     if run.window.step or not run.preemption.agreed():  # not every engine saves the gradients of a window

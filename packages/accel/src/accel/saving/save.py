@@ -1,4 +1,4 @@
-"""save_state: which objects of an Accelerator go into a checkpoint, and where it lies."""
+"""save_state: the objects of an Accelerator in a checkpoint, and the checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save_model(
     safe_serialization: bool,
     process: ProcessInfo,
 ) -> None:
-    """Write a model's full state into a folder, once per job or once per machine; all that save call it."""
+    """Write a model's full state into a folder, once per job or machine; every saving process calls it."""
     each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
@@ -51,10 +51,10 @@ def save_model(
 
 
 def register(run: Run, objects: Sequence[Any]) -> None:
-    """Note objects to save and load along with the state.
+    """Register objects to save and load with the state.
 
     Raises:
-        ValueError: If one has no state_dict or no load_state_dict; none is registered then.
+        ValueError: If one has no state_dict or no load_state_dict; then none is registered.
     """
     unfit = [
         f"{type(item).__name__} ({position})"
@@ -68,7 +68,7 @@ def register(run: Run, objects: Sequence[Any]) -> None:
             "register_for_checkpointing takes objects with state_dict() and load_state_dict(); these lack "
             f"one: {', '.join(unfit)}."
         )
-    # Only after all have been checked, so that an error registers none.
+    # Only after all checks, so that an error registers none.
     run.registered.extend(objects)
 
 
@@ -80,17 +80,17 @@ def save_state(
     process: ProcessInfo | None = None,
     **options: Any,
 ) -> str:
-    """Write a checkpoint, which appears as a whole or not at all; every process calls it.
+    """Write a checkpoint atomically; every process calls it.
 
-    In the middle of an accumulation window the gradients so far are saved too, so that the window goes on
-    where it was.
+    In the middle of an accumulation window the accumulated gradients are saved too, so that the window can be
+    resumed.
 
     Args:
-        run: Whose prepared and registered objects are saved.
+        run: The run with the prepared and registered objects.
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
         blocking: False to copy the state, and write and commit it in the background.
-        process: This process, as `savers` returns it; by default the run's.
+        process: This process, as `saving_process` returns it; by default the run's.
         **options: Engine-specific options for saving (DeepSpeed's `save_checkpoint`); others take none.
 
     Returns:
@@ -98,17 +98,17 @@ def save_state(
 
     Raises:
         ValueError: If there is no folder to write to.
-        Exception: What went wrong here or, for the save before, in the background.
+        Exception: The error of this process, or of the previous save in the background.
     """
-    # One save at a time: the one before may still read the buffers that this one would fill.
+    # One save at a time: the previous one may still read the buffers that this one would overwrite.
     thread.wait()
-    # Checks come before the folder is made: a call that fails leaves nothing behind.
+    # Checks come before the folder is created: a failing call leaves nothing behind.
     _check_window(run)
     run.engine.states.check_save(run.optimizers)
     run.watch.before_save(run)
     process = run.process if process is None else process
     verify_before_save(run, process)
-    end_round(run.scaler)  # or what the last steps found would not count in the scale that is saved
+    end_round(run.scaler)  # or the saved scale would not include the overflows of the last steps
     config = run.project_configuration
     folder = _new_folder(run, output_dir, process)
     each_node = config.save_on_each_node
@@ -117,13 +117,13 @@ def save_state(
         folder, save_on_each_node=each_node, process=process, blocking=blocking, incremental=incremental
     ) as staging:
         saves_parts = run.engine.states.saves_parts
-        weights, optimizers = (_parts_for_hooks(run), []) if saves_parts else _whole_states(run)
-        # By the states themselves, as hooks may take some out of the list.
+        weights, optimizers = (_sharded_states_for_hooks(run), []) if saves_parts else _full_states(run)
+        # By the states' ids, as hooks may remove some from the list.
         frozen = _frozen(run, weights) if incremental and not saves_parts else {}
-        given = [id(state) for state in weights]
+        state_ids = [id(state) for state in weights]
 
         def write_shared() -> None:
-            # Hooks may take weights out of the list and write them themselves.
+            # Hooks may remove weights from the list and write them themselves.
             for hook in run.save_hooks.values():
                 hook(models_for_hooks(run), weights, str(staging.path))
             save_accelerator_state(
@@ -144,13 +144,13 @@ def save_state(
                 process=process,
             )
 
-        # Agreed on before the parts, whose collectives a process that has failed would not join.
+        # Checked before the sharded files, whose collectives a failed process would not join.
         run_on_all_ranks(write_shared, process, "writing the checkpoint")
         if saves_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
-            left = {id(state) for state in weights}
-            skipped = [index for index, state in enumerate(given) if state not in left]
+            kept_ids = {id(state) for state in weights}
+            skipped = [index for index, state in enumerate(state_ids) if state not in kept_ids]
             save_sharded_state(
                 staging.path, **sharded_models_and_optimizers(run), skipped=skipped, process=process
             )
@@ -160,16 +160,16 @@ def save_state(
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
         if config.automatic_checkpoint_naming:
-            # Old checkpoints go only once this one is complete.
+            # Old checkpoints are deleted only once this one is complete.
             limit = config.total_limit
             staging.after_commit(lambda: rotation.prune(folder.parent, limit, staging.target))
     if config.automatic_checkpoint_naming:
-        config.iteration += 1  # after the commit: a save that fails leaves its number free
+        config.iteration += 1  # after the commit: a failed save leaves its number free
     return str(staging.target)
 
 
 def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
-    """Write a registered object's state; what is in parts is written by all processes."""
+    """Write a registered object's state; sharded tensors are written by all processes."""
     if not run.engine.gradients.in_parts:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
@@ -180,23 +180,23 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
 
 
 def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection[str]]:
-    """For each state that is written whole, by its id, the names of the weights that do not train."""
+    """Return the names of the frozen weights of each full state, by the id of the state."""
     states = run.engine.states
     models = [model for model in run.models if not states.is_own(model)] if weights else []
     return {id(state): frozen_names(model) for state, model in zip(weights, models, strict=True)}
 
 
-def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The states that one process writes for all."""
+def _full_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the states that one process writes for all."""
     engine = run.engine
-    # Collective under some engines: every process calls it, also those that get nothing to write.
+    # Collective under some engines: every process calls it, even those that write nothing.
     weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
 
 
-def _parts_for_hooks(run: Run) -> list[dict[str, Any]]:
-    """This process's part of the models' states, of which hooks may take some out; none without hooks."""
+def _sharded_states_for_hooks(run: Run) -> list[dict[str, Any]]:
+    """Return this process's shards of the models' states, which hooks may remove; empty without hooks."""
     if not run.save_hooks:
         return []
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -205,22 +205,24 @@ def _parts_for_hooks(run: Run) -> list[dict[str, Any]]:
 
 
 def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
-    """The models and optimizers whose parts are saved, and which model each optimizer belongs to.
+    """Return the models and optimizers that are saved sharded, and the model of each optimizer.
 
     Raises:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
     engine = run.engine
     models = [engine.states.state_root(model) for model in run.models]
-    # Under FSDP a model may show other tensors than its optimizer steps; with_gradients returns the latter.
-    owned = [{id(item) for item in engine.gradients.with_gradients(model.parameters())} for model in models]
+    # Under FSDP a model may have other tensors than its optimizer; with_gradients returns the latter's.
+    parameter_ids = [
+        {id(item) for item in engine.gradients.with_gradients(model.parameters())} for model in models
+    ]
     optimizers, owners = [], []
     for item in run.optimizers:
-        owner = next((index for index, wanted in enumerate(owned) if holds_any(item, wanted)), None)
+        owner = next((index for index, wanted in enumerate(parameter_ids) if holds_any(item, wanted)), None)
         if owner is None:
             raise ValueError(
-                f"{type(item).__name__} has no parameters of a prepared model, so that its state cannot be "
-                "saved in parts. Prepare its model too, or set state_dict_type='FULL_STATE_DICT'."
+                f"{type(item).__name__} has no parameters of a prepared model, so its state cannot be "
+                "saved sharded. Prepare its model too, or set state_dict_type='FULL_STATE_DICT'."
             )
         # torch's state_dict functions take the optimizer itself, not the wrapper.
         optimizers.append(getattr(item, "optimizer", item))
@@ -233,20 +235,20 @@ def _check_window(run: Run) -> None:
         raise ValueError(
             f"save_state in the middle of an accumulation window ({run.window.step} of "
             f"{run.gradient_state.num_steps} micro-batches): the {run.engine.name} engine "
-            "holds its gradients back. Save where accelerator.sync_gradients is True, after the optimizer's "
-            "step."
+            "has not reduced its gradients yet. Save where accelerator.sync_gradients is True, after the "
+            "optimizer's step."
         )
 
 
 def models_for_hooks(run: Run) -> list[torch.nn.Module]:
-    """Return the prepared models as hooks are given them: replicas without what makes them replicas."""
+    """Return the prepared models that hooks get: replicas without their wrapper."""
     if type(run.engine.states) is not States:
         return list(run.models)
     return [run.engine.unwrap_model(model) for model in run.models]
 
 
 def saved_folder(run: Run, output_dir: str | None) -> str:
-    """Return the folder that the main process has saved into, without this one."""
+    """Return the folder that the main process alone has saved into."""
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
         return os.path.realpath(str(output_dir))
@@ -266,7 +268,7 @@ def _new_folder(run: Run, output_dir: str | None, process: ProcessInfo) -> Path:
         raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
     number = free_number(run, process)
     if number > config.iteration:
-        _warn_of_other_run(config, number)
+        _warn_about_other_run(config, number)
     config.iteration = max(config.iteration, number)
     folder = file_names.checkpoint_dir(output_path(config.project_dir), config.iteration)
     if output_dir is not None and not run.has_warned_of_folder:
@@ -279,14 +281,14 @@ def _new_folder(run: Run, output_dir: str | None, process: ProcessInfo) -> Path:
 
 
 def checkpoints_root(config: ProjectConfiguration) -> Path:
-    """The folder of a project's automatically named checkpoints."""
+    """Return the folder of a project's automatically named checkpoints."""
     return Path(str(output_path(config.project_dir))) / file_names.CHECKPOINTS_DIR
 
 
 def free_number(run: Run, process: ProcessInfo) -> int:
-    """The lowest number above all automatically named checkpoints of the project; all that save call it.
+    """Return the lowest number above all automatically named checkpoints; every saving process calls it.
 
-    Machines with disks of their own may have different ones.
+    Machines with their own disks may have different checkpoints.
     """
     root = checkpoints_root(run.project_configuration)
     free = run_on_all_ranks(lambda: rotation.next_number(root), process, "naming the checkpoint")
@@ -295,11 +297,15 @@ def free_number(run: Run, process: ProcessInfo) -> int:
     return number
 
 
-def _warn_of_other_run(config: ProjectConfiguration, number: int) -> None:
+def _warn_about_other_run(config: ProjectConfiguration, number: int) -> None:
     limit = config.total_limit
-    pruned = "" if limit is None else f" total_limit={limit} counts those of both runs; the oldest go first."
+    pruned = (
+        ""
+        if limit is None
+        else f" total_limit={limit} counts those of both runs; the oldest are deleted first."
+    )
     warn(
         f"{config.project_dir} has checkpoints that this run has neither saved nor loaded, up to "
-        f"checkpoint_{number - 1}: this one is checkpoint_{number}.{pruned} Call load_state() first to go on "
-        "from the newest, or set another project_dir for a new run."
+        f"checkpoint_{number - 1}: this one is checkpoint_{number}.{pruned} Call load_state() first to "
+        "resume from the newest, or set another project_dir for a new run."
     )

@@ -1,4 +1,4 @@
-"""Which processes save: all, or the main one alone, as under `if accelerator.is_main_process:`."""
+"""Which processes save: all, or only the main one, as under `if accelerator.is_main_process:`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 PATIENCE_S = 30.0
-"""After how many seconds the main process says that it waits for the others."""
+"""The seconds after which the main process warns that it waits for the other ranks."""
 
 _MAIN = ("is_main_process", "is_local_main_process")
 
 
 def saving_process(run: Run, what: str, main_process_only: bool | None) -> ProcessInfo | None:
-    """Find out which processes save. Those that call `save_state` or `save_model` call this.
+    """Determine which processes save. Every caller of `save_state` or `save_model` calls this.
 
-    All save together, however late one comes, unless the call or the program around it says that the main
-    process calls it alone. Of replicas it can; engines that have no whole model on one process need all.
+    All processes save, however late one comes, unless an argument or the surrounding code says that only the
+    main process calls it. That is possible with replicas; engines without a full model on one process need
+    all.
 
     Args:
-        run: Whose state is saved.
+        run: The run to save.
         what: The method, for messages.
-        main_process_only: Whether the main process calls it alone; None to go by the program.
+        main_process_only: Whether only the main process calls it; None to decide by the surrounding code.
 
     Returns:
-        This process, whose collectives all join; the main process as the only one of a run; None on another
-        one that has nothing to do.
+        This process, if all processes save; the main process with world size 1, if it saves alone; None on
+        another process in that case.
 
     Raises:
-        ValueError: If the engine needs all processes, or another one than the main one says that it is alone.
-        RuntimeError: If a process does not come for as long as a collective would wait.
+        ValueError: If the engine needs all processes, or a process other than the main one sets
+            main_process_only.
+        RuntimeError: If a process does not call it within the timeout of a collective.
     """
     process = run.process
     if process.world_size == 1:
@@ -53,22 +55,22 @@ def saving_process(run: Run, what: str, main_process_only: bool | None) -> Proce
                 "it on every process, without main_process_only."
             )
         return process
-    known = main_process_only is None and _is_for_main_only(user_frame(), what)
-    if not (main_process_only or known):
+    in_main_only_code = main_process_only is None and _is_for_main_only(user_frame(), what)
+    if not (main_process_only or in_main_only_code):
         store_barrier(process, what, PATIENCE_S, lambda missing: _warn_of_delay(what, missing))
         return process
     if process.is_main:
-        if known and what == "save_state":
+        if in_main_only_code and what == "save_state":
             warn(
                 "save_state is called on the main process alone: the checkpoint lacks the random generators "
-                "of the others, so that training with dropout does not resume exactly. Call it on every "
-                "process; or say that this is meant, with save_state(main_process_only=True)."
+                "of the other ranks, so training with dropout does not resume exactly. Call it on every "
+                "process; or confirm this with save_state(main_process_only=True)."
             )
         return replace(process, world_size=1, local_world_size=1)
     if main_process_only:
         raise ValueError(
             f"{what}(main_process_only=True) is called on process {process.rank}. Call it under `if "
-            "accelerator.is_main_process:`, or leave main_process_only out."
+            "accelerator.is_main_process:`, or omit main_process_only."
         )
     warn(
         f"process {process.rank} calls {what} where the main process saves alone, and saves nothing. Call it "
@@ -81,26 +83,26 @@ def saving_process(run: Run, what: str, main_process_only: bool | None) -> Proce
 def _warn_of_delay(what: str, missing: list[int]) -> None:
     warn(
         f"the main process has waited for {PATIENCE_S:g} s in {what}, and these processes have not called "
-        f"it: {', '.join(map(str, missing))}. It goes on waiting. If the main process alone calls it, pass "
+        f"it: {', '.join(map(str, missing))}. It keeps waiting. If only the main process calls it, pass "
         "main_process_only=True; else call it on every process."
     )
 
 
 def _is_for_main_only(frame: FrameType | None, what: str) -> bool:
-    """Whether a call, or one of those that have led to it, stands where only the main process comes."""
+    """Whether a call, or one of its callers, is in code that only the main process runs."""
     while frame is not None:
         if not is_framework_frame(frame):
             lines = _main_only_lines(frame.f_code.co_filename, what)
             if any(frame.f_lineno in found for found in lines):
                 return True
-            what = frame.f_code.co_name  # which the frame before calls
+            what = frame.f_code.co_name  # the function that the next frame calls
         frame = frame.f_back
     return False
 
 
 @cache
 def _main_only_lines(filename: str, what: str) -> tuple[range, ...]:
-    """The lines of a source file that only the main process reaches."""
+    """Return the lines of a source file that only the main process reaches."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):  # not Python, such as a shell's input
@@ -116,7 +118,7 @@ def _main_only_lines(filename: str, what: str) -> tuple[range, ...]:
 def _main_only_blocks(node: ast.AST, what: str) -> Iterator[list[ast.stmt]]:
     if isinstance(node, ast.If):
         yes, no = (node.body, node.orelse) if not _is_negated(node.test) else (node.orelse, node.body)
-        # Where the other branch saves too, all processes do.
+        # If the other branch saves too, all processes save.
         others_save = any(_named(inner) == what for item in no for inner in ast.walk(item))
         if _says_main(node.test) and not others_save:
             yield yes
