@@ -1,4 +1,4 @@
-"""Checkpoints: what saving costs beside raw files, how long training is held, and what loading costs.
+"""Checkpoints: the costs of saving and loading compared with raw files, and how long training blocks.
 
 All on the same disk and in the same run; every save ends on the disk (fsync), but for accelerate's, which
 leaves that to the system.
@@ -78,7 +78,7 @@ def save_async_row(*, quick: bool = False, device: str = "cpu") -> Row:
 
 
 def load_rows(*, quick: bool = False) -> list[Row]:
-    """Measure load_state, digests on, beside raw files and accelerate, and its memory."""
+    """Measure load_state, digests on, compared with raw files and accelerate, and its memory."""
     what = f"load_state of {_megabytes(quick)} MB of weights with AdamW"
     rows = []
     for cold in (False, True):
@@ -257,7 +257,7 @@ def _load(accelerator: Any, optimizer: torch.optim.Optimizer, folder: str, **opt
 
 
 def _read(optimizer: torch.optim.Optimizer) -> None:
-    """Read the whole state once: what is mapped and not read has not been loaded yet."""
+    """Read the full state once: mapped pages that were not read are not loaded yet."""
     state = optimizer.state_dict()["state"]
     for moments in state.values():
         for value in moments.values():

@@ -1,4 +1,4 @@
-"""Incremental saves: a frozen model with adapters that train, beside saves that write everything."""
+"""Incremental saves: a frozen model with trained adapters, compared with saves that write everything."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Adapted(nn.Module):
 
 
 def incremental_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the bytes that an incremental save writes, and its time, beside a save of everything."""
+    """Measure the bytes that an incremental save writes, and its time, compared with a full save."""
     layers = QUICK_LAYERS if quick else LAYERS
     what = f"incremental save_state of {layers * WIDTH * WIDTH * 4 // 2**20} MB frozen and adapters"
     written: dict[str, float] = run_workers("incremental:measure_written", 1, layers=layers)

@@ -88,8 +88,8 @@ def _written(folder: Path, rank: int) -> list[object]:
     from accel_ckpt import file_names
     from accel_ckpt.files.digests import FileEntry
 
-    parts = [file_names.sharded_model_folder(), file_names.sharded_optimizer_folder()]
-    sizes = {f"{part}/__{rank}_0.distcp": FILE_BYTES for part in parts}
+    folders = [file_names.sharded_model_folder(), file_names.sharded_optimizer_folder()]
+    sizes = {f"{folder}/__{rank}_0.distcp": FILE_BYTES for folder in folders}
     sizes[file_names.random_states_file(rank)] = 1 << 14
     entries: list[object] = []
     for name, size in sizes.items():
@@ -112,7 +112,7 @@ def measure_index(
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     weights = _weights(ranks, layers, states)
-    sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
+    sent = [pickle.dumps(shards) for shards in _shards(weights, ranks)]
     layouts = [pickle.dumps(layout_of(weights, {}, meshes_of(weights)))] * ranks
     with tempfile.TemporaryDirectory() as folder:
         if traces:
@@ -125,7 +125,7 @@ def measure_index(
         write_index(Path(folder), weights, {name: (name,) for name in weights}, sent)
         seconds = time.process_time() - start
         megabytes = _megabytes(sent) if traces else 0.0
-        own = {part[:3] for part in pickle.loads(sent[0])}
+        own = {shard[:3] for shard in pickle.loads(sent[0])}
         chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
         if own != {(name, tuple(chunk.offsets), tuple(chunk.sizes)) for name, chunk in chunks}:
             raise RuntimeError("the main process writes other parts than those of the simulation")
@@ -165,9 +165,9 @@ def _weights(ranks: int, layers: int, states: int) -> dict[str, DTensor]:
     }
 
 
-def _parts(weights: dict[str, DTensor], ranks: int) -> list[list[WrittenShard]]:
+def _shards(weights: dict[str, DTensor], ranks: int) -> list[list[WrittenShard]]:
     """What each process has written."""
-    parts: list[list[WrittenShard]] = [[] for _ in range(ranks)]
+    shards: list[list[WrittenShard]] = [[] for _ in range(ranks)]
     sizes = {name: value.numel() * value.element_size() for name, value in weights.items()}
     writers = dcp_plan.choose_writers(sizes, ranks // SHARDS)
     for turn, (name, replica) in enumerate(writers.items()):
@@ -176,5 +176,5 @@ def _parts(weights: dict[str, DTensor], ranks: int) -> list[list[WrittenShard]]:
             process = replica * SHARDS + shard
             begin = (shape[0] * shard, *(0 for _ in shape[1:]))
             file = f"__{process}_0.distcp"
-            parts[process].append(WrittenShard(name, begin, shape, file, turn << 20, 1 << 20))
-    return parts
+            shards[process].append(WrittenShard(name, begin, shape, file, turn << 20, 1 << 20))
+    return shards

@@ -1,4 +1,4 @@
-"""Loading on 2 processes what 4 have saved in parts, beside torch.distributed.checkpoint alone."""
+"""Loading a sharded checkpoint of 4 processes on 2, compared with plain torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

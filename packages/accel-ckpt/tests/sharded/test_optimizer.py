@@ -91,7 +91,7 @@ def fail_alone() -> tuple[str, int]:
 def test_where_one_process_cannot_make_it_all_fail(world: Any) -> None:
     first, second = world.run(fail_alone, size=2, timeout_s=60)
     assert second == ("no memory", 0)
-    assert "making the state of an optimizer failed on another process. process 1: OSError" in first[0]
+    assert "creating the state of an optimizer failed on another process. process 1: OSError" in first[0]
     assert first[1] == 0
 
 

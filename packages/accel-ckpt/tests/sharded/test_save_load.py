@@ -490,7 +490,7 @@ def test_a_load_leaves_weights_and_counts_of_any_optimizer(world: Any, tmp_path:
 def test_when_one_cannot_make_state_all_fail(world: Any, tmp_path: Path) -> None:
     first, second = world.run(load_into_decaying, str(tmp_path / "c"), 1, size=2, timeout_s=100)
     assert second == "OSError: [Errno 28] disk full"
-    assert "making the state of an optimizer failed on another process. process 1: OSError" in first
+    assert "creating the state of an optimizer failed on another process. process 1: OSError" in first
 
 
 def test_an_optimizer_of_nothing_is_saved(tmp_path: Path) -> None:
