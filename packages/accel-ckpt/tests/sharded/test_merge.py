@@ -153,7 +153,7 @@ def test_pieces_that_do_not_make_up_the_whole_are_refused(tmp_path: Path) -> Non
 
 def test_what_is_no_tensor_is_left_out_and_told(tmp_path: Path) -> None:
     save_alone({"w": torch.ones(2), "n": 3}, tmp_path / "c")
-    with pytest.warns(UserWarning, match="left out: n"):
+    with pytest.warns(UserWarning, match="omitted: n"):
         merge_fsdp_weights(tmp_path / "c", tmp_path)
     assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["w"]
 
