@@ -32,7 +32,7 @@ from accel_data import (
     sample_seed,
     skip_first_batches,
 )
-from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.presharded_sampler import PresplitBatchSampler
 from accel_ops.rng import set_seed
 from accel_state.gradient import GradientState
 from accel_state.process.state import current_process

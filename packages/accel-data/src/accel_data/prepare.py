@@ -19,14 +19,14 @@ from accel_data.checks import (
     has_own_iter,
 )
 from accel_data.dispatch.loader import DataLoaderDispatcher
-from accel_data.loader.base import Unbatched, settings
+from accel_data.loader.base import Unbatched, loader_settings
 from accel_data.loader.iteration import PreparedLoader
-from accel_data.loader.join import PARTS, SHARDS, Attendance
 from accel_data.loader.shard import DataLoaderShard, SkipDataLoader
+from accel_data.loader.uneven import UNEVEN_PRESHARDED, UNEVEN_SHARDS, UnevenLoaderMonitor
+from accel_data.order.detect_sharding import Split, split_everywhere
 from accel_data.order.global_order import sampler_generator
 from accel_data.order.mesh import Place, find_place
-from accel_data.order.presharded import Split, split_everywhere
-from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.presharded_sampler import PresplitBatchSampler
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.seeding import Seeding, agreed_order
 from accel_data.order.wrapper import FirstBatches
@@ -163,7 +163,7 @@ def prepare_data_loader(
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "gradient_state": gradient_state,
-        **settings(dataloader),
+        **loader_settings(dataloader),
     }
     prepared: PreparedLoader
     if dispatch_batches:
@@ -175,7 +175,9 @@ def prepare_data_loader(
         prepared = _shard(shard, dataloader, plan, split, common)
     # Attendances are counted per process group, so that all processes make them at the same loader.
     if split is not None and place.together and _may_differ(prepared):
-        prepared.set_attendance(Attendance(*(PARTS if split.part is None else SHARDS)))
+        prepared.set_uneven_monitor(
+            UnevenLoaderMonitor(*(UNEVEN_PRESHARDED if split.part is None else UNEVEN_SHARDS))
+        )
     is_shared_stream = isinstance(dataset, IterableDataset) and not isinstance(
         prepared.dataset, PresplitStream
     )

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.checks import check_skip
-from accel_data.loader.base import DataLoaderAdapter, settings
+from accel_data.loader.base import DataLoaderAdapter, loader_settings
 from accel_data.loader.shard import SkipDataLoader
 from accel_data.order.skipping import SkipBatchSampler
 from accel_data.torchdata.stateful import is_stateful, loader_class
@@ -48,14 +48,20 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         return SkipDataLoader(
-            dataloader.dataset, num_batches, is_stateful(dataloader), **sampling, **settings(dataloader)
+            dataloader.dataset,
+            num_batches,
+            is_stateful(dataloader),
+            **sampling,
+            **loader_settings(dataloader),
         )
     _check_skip_fits(dataloader, num_batches)
     if dataloader.batch_sampler is None:
         sampling = {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
     else:
         sampling = {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)}
-    return loader_class(is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
+    return loader_class(is_stateful(dataloader))(
+        dataloader.dataset, **sampling, **loader_settings(dataloader)
+    )
 
 
 def _skip_wrapped(loader: Any, num_batches: int) -> Any:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from accel_data.dispatch.channel import ABSENT, Message, Receiver, Sender, open_line
-from accel_data.order.shares import Fill
+from accel_data.order.layout import StepRows
 from accel_state.process.state import current_process
 
 Pair = namedtuple("Pair", "left right")
@@ -86,10 +86,10 @@ def converse(steps, owners=None):
 
 def every_kind_arrives():
     rank = current_process().rank
-    received, _ = converse([([every_kind(part) for part in range(3)], Fill((2, 1, 0), (2, 2, 2)), True)])
+    received, _ = converse([([every_kind(part) for part in range(3)], StepRows((2, 1, 0), (2, 2, 2)), True)])
     if rank:
         (message,) = received
-        assert message.fill == Fill((2, 1, 0), (2, 2, 2))
+        assert message.fill == StepRows((2, 1, 0), (2, 2, 2))
         assert message.last is True
         assert same(message.batch, every_kind(rank))
         assert type(message.batch["pair"]) is Pair
@@ -164,14 +164,14 @@ def test_a_small_tensor_does_not_keep_the_buffer(world):
 
 def shares_parts():
     parts = [torch.tensor([0]), torch.tensor([1])]
-    received, _ = converse([(parts, Fill((1, 0), (1, 1)), True)], owners=[0, 0, 1, 1])
+    received, _ = converse([(parts, StepRows((1, 0), (1, 1)), True)], owners=[0, 0, 1, 1])
     return [Message(message.batch.tolist(), *message[1:]) for message in received]
 
 
 def test_several_processes_may_get_the_same_part(world):
     results = world.run(shares_parts, size=4)
 
-    fill = Fill((1, 0), (1, 1))
+    fill = StepRows((1, 0), (1, 1))
     assert results == [[], [([0], fill, True)], [([1], fill, True)], [([1], fill, True)]]
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from accel_data.dispatch.channel import ABSENT
 from accel_data.dispatch.steps import Read, Rounds
-from accel_data.order.shares import Fill
+from accel_data.order.layout import StepRows
 from accel_ops.trees.tensors import slice_tensors
 
 
@@ -41,7 +41,7 @@ def test_a_missing_batch_is_the_first_one_again():
     reads = [
         Read(torch.tensor([0, 1]), None),
         Read(torch.tensor([2, 3]), None),
-        Read(torch.tensor([4, 0]), Fill((1,), (2,))),
+        Read(torch.tensor([4, 0]), StepRows((1,), (2,))),
     ]
 
     last = rounds(reads, 2, 2, True, False, None)[-1]
@@ -94,7 +94,9 @@ def test_a_slicing_function_gets_process_and_number():
 
 
 def test_padding_a_joined_batch_is_known():
-    (found,) = rounds([Read(torch.tensor([0, 1, 2, 0]), Fill((3,), (4,)))], 2, 2, True, False, slice_tensors)
+    (found,) = rounds(
+        [Read(torch.tensor([0, 1, 2, 0]), StepRows((3,), (4,)))], 2, 2, True, False, slice_tensors
+    )
 
     assert lists(found.parts) == [[0, 1], [2, 0]]
     assert found.fill == ((2, 1), (2, 2))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accel_data import prepare_data_loader
 from accel_data.loader.iteration import noted
 from accel_data.loader.prefetch import Copy, SideStream, copied_ahead
-from accel_data.order.shares import Share
+from accel_data.order.layout import Share
 from accel_state.devices.table import DEVICES
 from accel_world.devices import needs_cuda
 

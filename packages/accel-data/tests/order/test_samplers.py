@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.order.global_order import SeedableRandomSampler
-from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.presharded_sampler import PresplitBatchSampler
 from accel_data.order.samplers import AllShards, BatchSamplerShard
 
 

@@ -266,10 +266,10 @@ class Accelerator(
         The gradients of an accumulation window that is open are dropped. Loaders that are prepared afterwards
         have the orders that the first ones had with the same seed.
         """
-        from accel_data.order.seeding import forget_loaders
+        from accel_data.order.seeding import reset_seeding
 
         run = self.run
-        forget_loaders(run.gradient_state)
+        reset_seeding(run.gradient_state)
         # Before the lists are emptied, through which the gradients are found.
         if has_gradients(run):
             drop_gradients(run)

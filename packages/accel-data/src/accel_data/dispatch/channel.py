@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from accel_data.dispatch.wire import Packer, Packet, Unpacker, check_alike
-from accel_data.order.shares import Fill
+from accel_data.order.layout import StepRows
 
 ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
@@ -50,7 +50,7 @@ class Message(NamedTuple):
     """
 
     batch: Any
-    fill: Fill | None
+    fill: StepRows | None
     last: bool
 
 
@@ -180,7 +180,7 @@ class Sender:
                 packer.forget()
             raise
 
-    def send(self, packets: dict[int, Packet | None], fill: Fill | None, last: bool) -> None:
+    def send(self, packets: dict[int, Packet | None], fill: StepRows | None, last: bool) -> None:
         """Hand out one step.
 
         Args:
@@ -320,7 +320,7 @@ class Receiver:
         if not last:
             self._ask()
         parts = self.num_parts
-        fill = Fill(tuple(counts[:parts]), tuple(counts[parts:])) if is_known else None
+        fill = StepRows(tuple(counts[:parts]), tuple(counts[parts:])) if is_known else None
         return Message(batch, fill, bool(last))
 
     def _ask(self) -> None:

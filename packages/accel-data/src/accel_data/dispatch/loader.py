@@ -15,12 +15,12 @@ from accel_data.checks import check_divides
 from accel_data.dispatch.channel import ABSENT, Message, Receiver, Sender
 from accel_data.dispatch.sender import Link, Parts, hand_out
 from accel_data.dispatch.steps import Read, Round, Rounds, real_in
-from accel_data.loader.base import Unbatched, settings
+from accel_data.loader.base import Unbatched, loader_settings
 from accel_data.loader.iteration import Item, PreparedLoader, look_ahead, noted
 from accel_data.loader.read_ahead import read_ahead
+from accel_data.order.layout import Layout, Share, StepRows
 from accel_data.order.mesh import find_data_ranks
 from accel_data.order.samplers import AllShards, BatchSamplerShard
-from accel_data.order.shares import Fill, Layout, Share
 from accel_data.resume.cursor import Pass
 from accel_data.stream.dataset import IterableDatasetShard, WholeStream, count_rows
 from accel_ops.debug import check_collectives
@@ -266,7 +266,7 @@ class DataLoaderDispatcher(PreparedLoader):
         else:
             found = rounds.of(Read(batch, None) for batch in self._indexed(started))
             steps = self._padded(found, self._shard, self._shard.share)
-        return ((parts, fill and Fill.of(*fill), last) for parts, fill, last in steps)
+        return ((parts, fill and StepRows.of(*fill), last) for parts, fill, last in steps)
 
     def _padded(self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share) -> Iterator[Parts]:
         if not shard.has_length:
@@ -290,28 +290,28 @@ class DataLoaderDispatcher(PreparedLoader):
                 sampling: dict[str, Any] = {"batch_size": None, "sampler": self.sampler}
             else:
                 name = "batch_sampler" if self.batch_sampler is not None else "sampler"
-                sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
+                sampling = {name: JoinedBatches(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
             # Kept for the next pass, so that persistent workers live on.
-            self._reads = DataLoader(self.dataset, **sampling, **settings(self))
+            self._reads = DataLoader(self.dataset, **sampling, **loader_settings(self))
         return self._open(self._reads, started)
 
     @property
     def _counts_items(self) -> bool:
         return False
 
-    def _padding(self, found: Round, known: Fill) -> Fill:
+    def _padding(self, found: Round, known: StepRows) -> StepRows:
         """Return what the processes have in the last step, from what the sampler knows of it."""
         if self.slice_fn is not None and found.fill:
             rows = found.fill.rows
-            return Fill(real_in(sum(known.real), rows), rows)
+            return StepRows(real_in(sum(known.real), rows), rows)
         if not self._unbatched:
             return known
         rows = tuple(0 if part is ABSENT else count_rows(part) for part in found.parts)
-        return Fill(tuple(size if real else 0 for size, real in zip(rows, known.real, strict=True)), rows)
+        return StepRows(tuple(size if real else 0 for size, real in zip(rows, known.real, strict=True)), rows)
 
 
-class Joined:
+class JoinedBatches:
     """The batches of all processes of each step, joined to one.
 
     Args:

@@ -8,9 +8,9 @@ from typing import Any
 
 from accel_data.checks import explained
 from accel_data.dispatch.channel import Message, Receiver, Sender, open_line
-from accel_data.order.shares import Fill
+from accel_data.order.layout import StepRows
 
-Parts = tuple[list[Any], Fill | None, bool]
+Parts = tuple[list[Any], StepRows | None, bool]
 """The batches of all processes in one step, what is known of them, and whether it is the last step."""
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, cycle, islice
 from typing import Any, NamedTuple
 
 from accel_data.dispatch.channel import ABSENT
-from accel_data.order.shares import Fill, spread_out
+from accel_data.order.layout import StepRows, spread_out
 from accel_data.stream.dataset import count_rows
 from accel_ops.trees.tensors import concatenate, slice_tensors
 
@@ -26,7 +26,7 @@ class Read(NamedTuple):
     """
 
     batch: Any
-    fill: Fill | None
+    fill: StepRows | None
 
 
 class Round(NamedTuple):
@@ -38,7 +38,7 @@ class Round(NamedTuple):
     """
 
     parts: list[Any]
-    fill: Fill | None
+    fill: StepRows | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rounds:
             if not missing:
                 return Round(parts, None)
             rows += [0] * missing
-            return Round(parts + [ABSENT] * missing, Fill(tuple(rows), tuple(rows)))
+            return Round(parts + [ABSENT] * missing, StepRows(tuple(rows), tuple(rows)))
         # Of a ready-made batch it is known whether it is padding: then none of its rows is real.
         real = [
             size if read.fill is None else read.fill.real[0] * (size if self.size is None else 1)
@@ -97,7 +97,7 @@ class Rounds:
         # A process without a batch gets one of padding alone, as every process has to take this step.
         padding = list(islice(cycle(head), missing))
         parts += [read.batch for read in padding]
-        return Round(parts, Fill.of(real + [0] * missing, rows + [self._rows(read) for read in padding]))
+        return Round(parts, StepRows.of(real + [0] * missing, rows + [self._rows(read) for read in padding]))
 
     def _sliced(self, read: Read) -> Round:
         assert self.slice_fn is not None
@@ -114,7 +114,7 @@ class Rounds:
             self.slice_fn(batch, place, process_index=rank, num_processes=count) if sizes[rank] else ABSENT
             for rank, place in enumerate(places)
         ]
-        return Round(parts, Fill(real_in(real, sizes), sizes))
+        return Round(parts, StepRows(real_in(real, sizes), sizes))
 
     def _rows(self, read: Read) -> int:
         if self.size is None:

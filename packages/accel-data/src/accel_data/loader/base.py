@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from accel_data.loader.tensors import reading_batches_at_once
 from accel_data.loader.workers import handed_on, opened
 from accel_data.order.global_order import SeedableRandomSampler
+from accel_data.order.layout import StepRows
 from accel_data.order.mixing import mix_seed
-from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.presharded_sampler import PresplitBatchSampler
 from accel_data.order.samplers import BatchSamplerShard
-from accel_data.order.shares import Fill
 from accel_data.order.skipping import SkipBatchSampler
 from accel_data.resume.cursor import Cursor, Kind, Pass, Progress, between_epochs, from_state, to_state
 from accel_data.resume.stream_position import Trail
@@ -343,14 +343,16 @@ class DataLoaderAdapter(DataLoader[Any]):
             even_batches=False,
         )
 
-    def _stream(self, started: Pass, shard: IterableDatasetShard) -> Iterator[tuple[Any, Fill | None]]:
+    def _stream(self, started: Pass, shard: IterableDatasetShard) -> Iterator[tuple[Any, StepRows | None]]:
         """Read (batch, fill) from an iterable dataset."""
         begin = started.begin
         place = begin.stream
         if self._reads is None or place is not None:  # workers that live on do not know a place
             reader = BlockReader(shard, self.num_workers > 0, place, counts_rows=self.batch_size is None)
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
-            self._reads = DataLoader(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
+            self._reads = DataLoader(
+                reader, batch_size=None, **{**loader_settings(self), "collate_fn": collate}
+            )
         parts = begin.part[1] if begin.part else 1
         start = begin.consumed // parts
         epoch = begin.epoch if self._sets_epochs else None
@@ -412,7 +414,7 @@ def innermost(batch_sampler: Any) -> Any:
     return batch_sampler
 
 
-def settings(loader: DataLoader[Any]) -> dict[str, Any]:
+def loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments that make another DataLoader with the settings of this one, sampling apart."""
     names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
     return {name: getattr(loader, name) for name in names}

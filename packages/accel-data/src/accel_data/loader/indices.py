@@ -10,7 +10,7 @@ from accel_data.loader.base import DataLoaderAdapter
 from accel_data.order.samplers import AllShards
 
 
-class IndexNotes:
+class IndexRecorder:
     """Notes the indices of a loader's batches, in the order in which it hands them out.
 
     Args:
@@ -50,7 +50,7 @@ class IndexNotes:
             yield first
             yield from batches
 
-    def following(self) -> list[int] | None:
+    def next(self) -> list[int] | None:
         """Return the indices of the next batch, once per batch; None where they are not known."""
         found = self._noted.popleft() if self._noted else None
         found = [found] if isinstance(found, int) else found

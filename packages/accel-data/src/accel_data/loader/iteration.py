@@ -10,10 +10,10 @@ import torch
 
 from accel_data.checks import check_skip, explained
 from accel_data.loader.base import DataLoaderAdapter
-from accel_data.loader.join import Attendance, Missing
 from accel_data.loader.mixin import DataLoaderStateMixin
 from accel_data.loader.prefetch import SideStream, copied_ahead
-from accel_data.order.shares import Fill, Share
+from accel_data.loader.uneven import ExhaustedRank, UnevenLoaderMonitor
+from accel_data.order.layout import Share, StepRows
 from accel_data.resume.cursor import Pass
 from accel_data.stream.dataset import count_rows
 from accel_ops.rng import synchronize_rng_states
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-Item = tuple[Any, Fill | None, bool]
+Item = tuple[Any, StepRows | None, bool]
 """A batch, what the processes have in its step, and whether it is the last one."""
 
 _WarnOfUneven = Callable[[tuple[int, ...] | None], None]
-_WarnOfMissing = Callable[[Missing], None]
+_WarnOfMissing = Callable[[ExhaustedRank], None]
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -39,8 +39,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Its arguments are those of `DataLoaderShard`.
 
     Attributes:
-        attendance: Who has left a pass, where each process reads a part of its own and does not know how many
-            batches the others have; None for other loaders.
+        uneven_monitor: Tracks which ranks have run out of batches, where each rank reads data of its own and
+            does not know how many batches the other ranks have; None for other loaders.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.device = device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-        self.attendance: Attendance | None = None
+        self.uneven_monitor: UnevenLoaderMonitor | None = None
         self._warn_of_uneven: _WarnOfUneven | None = None
         self._warn_of_missing: _WarnOfMissing | None = None
         self.skip_batches = check_skip(skip_batches)
@@ -86,13 +86,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         self._warn_of_uneven, self._warn_of_missing = uneven, missing
 
-    def set_attendance(self, attendance: Attendance) -> None:
+    def set_uneven_monitor(self, uneven_monitor: UnevenLoaderMonitor) -> None:
         """Note in the process group's store who has left a pass.
 
         Args:
-            attendance: See the class.
+            uneven_monitor: See the class.
         """
-        self.attendance = attendance
+        self.uneven_monitor = uneven_monitor
 
     def set_sample_seed(self, seed: int) -> None:
         """Choose what the seeds of single samples are made of, where the order has no seed.
@@ -109,15 +109,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         started = self._start_pass()
         # After the pass has started: a loader that could not start is not the active one.
         self.begin()
-        attendance, warned, exhausted = self.attendance, False, False
-        if attendance is not None:
-            attendance.begin()
+        uneven_monitor, warned, exhausted = self.uneven_monitor, False, False
+        if uneven_monitor is not None:
+            uneven_monitor.begin()
         batches: Iterator[Any] = iter(())
         share, fill = Share(), None
         try:
             if not started.begin.ended:
                 batches, share = self._read(started)
-            if self._warn_of_uneven is not None and attendance is None:
+            if self._warn_of_uneven is not None and uneven_monitor is None:
                 self._check_uneven(self._warn_of_uneven, started)
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
@@ -128,10 +128,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     fill = share.last if last else share.now
                     self._mark(batch, fill, last)
                     started.ended = last and self._ends_for_all(started)
-                if attendance is not None:
+                if uneven_monitor is not None:
                     # Before the batch is used: whoever waits in its collectives can see who has left.
-                    attendance.attend(step, last=step == share.num_batches)
-                    warned = warned or self._finds_missing(attendance)
+                    uneven_monitor.record(step, last=step == share.num_batches)
+                    warned = warned or self._finds_missing(uneven_monitor)
                 self.gradient_state._record_batch(self)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
@@ -147,8 +147,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if isinstance(batches, Generator):  # what reads ahead ends now
                 batches.close()
             self._progress.finish(started, exhausted)
-            if attendance is not None:
-                attendance.end(exhausted)
+            if uneven_monitor is not None:
+                uneven_monitor.end(exhausted)
             self.end()
 
     def _ends_for_all(self, started: Pass) -> bool:
@@ -192,10 +192,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if counts is None or len(set(counts)) > 1:
                 warn_of_uneven(counts)
 
-    def _finds_missing(self, attendance: Attendance) -> bool:
+    def _finds_missing(self, uneven_monitor: UnevenLoaderMonitor) -> bool:
         """Warn if a process is known to have no batch in this step; returns whether one is."""
-        missing = None if self._warn_of_missing is None else attendance.missing()
-        if missing is not None and self._warn_of_missing is not None and attendance.is_first_to_warn():
+        missing = None if self._warn_of_missing is None else uneven_monitor.exhausted_rank()
+        if missing is not None and self._warn_of_missing is not None and uneven_monitor.is_first_to_warn():
             self._warn_of_missing(missing)
         return missing is not None
 
@@ -260,10 +260,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         real, total = None if self._shard is None else self._shard.num_real, self.total_batch_size
         return -1 if self._drop_last or real is None or total is None else real % total
 
-    def _mark(self, batch: Any, fill: Fill | None, last: bool) -> None:
+    def _mark(self, batch: Any, fill: StepRows | None, last: bool) -> None:
         if fill is not None and self._counts_items:  # what items of the others hold is not known
             rows = count_rows(batch)
-            fill = Fill(*(tuple(rows * count for count in counts) for counts in fill))
+            fill = StepRows(*(tuple(rows * count for count in counts) for counts in fill))
         self.real_samples, self.batch_rows = fill or (None, None)
         self.end_of_dataloader = last
         if last and self.remainder == -1:
@@ -292,7 +292,7 @@ def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
     return batches(), share
 
 
-def noted_ahead(batches: Iterator[tuple[Any, Fill | None]], share: Share) -> tuple[Iterator[Any], Share]:
+def noted_ahead(batches: Iterator[tuple[Any, StepRows | None]], share: Share) -> tuple[Iterator[Any], Share]:
     """Take the batches out of (batch, fill), and find out by reading one ahead which is the last one.
 
     Args:
@@ -317,7 +317,7 @@ def noted_ahead(batches: Iterator[tuple[Any, Fill | None]], share: Share) -> tup
     return handed_on(), share
 
 
-def look_ahead(batches: Iterator[tuple[Any, Fill | None]]) -> Generator[Item, None, None]:
+def look_ahead(batches: Iterator[tuple[Any, StepRows | None]]) -> Generator[Item, None, None]:
     """Say with each batch whether it is the last one, by reading one ahead."""
     present = next(batches, None)
     if present is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_data.loader.read_ahead import RandomUse
-from accel_data.order.shares import Fill, Share
+from accel_data.order.layout import Share, StepRows
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.walk import children, find_path, flatten, recursively_apply
 from accel_state.devices.table import DEVICES, DeviceSpec
@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
     batch: Any
     done: Any
-    fill: Fill | None
+    fill: StepRows | None
 
 
 class SideStream:
@@ -52,7 +52,7 @@ class SideStream:
         entry = DEVICES.get(device.type)
         return cls(entry, device, non_blocking) if entry is not None and entry.streams else None
 
-    def start(self, batch: Any, fill: Fill | None) -> Copy:
+    def start(self, batch: Any, fill: StepRows | None) -> Copy:
         """Begin to copy a batch.
 
         Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_data.order.global_order import drawing_from
-from accel_data.order.shares import Fill
+from accel_data.order.layout import StepRows
 from accel_data.resume.cursor import Pass
 from accel_data.resume.stream_position import Mark
 from accel_data.stream.first_sample import FirstSample, RankNotice, SampleComparison
@@ -17,7 +17,7 @@ from accel_state.process.gloo_threads import wait_for_gloo_threads
 
 def handed_on(
     blocks: Iterator[Any], started: Pass, over: int, comparison: SampleComparison | RankNotice | None
-) -> Iterator[tuple[Any, Fill | None]]:
+) -> Iterator[tuple[Any, StepRows | None]]:
     """Hand on what workers have read, and note where they were.
 
     Args:
@@ -40,7 +40,7 @@ def handed_on(
             trail.pass_over(mark)
         else:
             trail.add(mark, started.steps)
-            yield batch, fill and Fill(*map(tuple, fill))  # pinning memory made lists of it
+            yield batch, fill and StepRows(*map(tuple, fill))  # pinning memory made lists of it
 
 
 def opened(

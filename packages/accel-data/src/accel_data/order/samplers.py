@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from accel_data.checks import check_divides, check_place
 from accel_data.order.global_order import Order, SeedableRandomSampler, draw, order_of
-from accel_data.order.shares import Fill, Layout, Share, cut, spread_out
+from accel_data.order.layout import Layout, Share, StepRows, cut, spread_out
 from accel_data.order.wrapper import BatchSamplerWrapper
 
 
@@ -174,7 +174,7 @@ class BatchSamplerShard(BatchSamplerWrapper):
         self.start, self._drawn_from = start, drawn_from
 
     @contextmanager
-    def completing(self, even_batches: bool) -> Iterator[None]:
+    def override_even_batches(self, even_batches: bool) -> Iterator[None]:
         """Override `even_batches` inside of a `with` statement.
 
         Args:
@@ -279,7 +279,7 @@ class BatchSamplerShard(BatchSamplerWrapper):
             share.num_batches = sum(bool(part) for batch in batches for part in self._pieces(batch))
             if batches and any(self._pieces(batches[-1])):
                 sizes = self._piece_sizes(batches[-1])
-                share.last = Fill.of(sizes, sizes)
+                share.last = StepRows.of(sizes, sizes)
         for batch in batches:
             yield from filter(None, self._pieces(batch))
 

@@ -25,7 +25,7 @@ _prepared: WeakKeyDictionary[object, tuple[int, Counter[bool]]] = WeakKeyDiction
 """Per owner: the last `set_seed`, and the loaders since then whose order (True) or samples got a seed."""
 
 
-def forget_loaders(owner: object) -> None:
+def reset_seeding(owner: object) -> None:
     """Seed the next loaders of an owner as its first ones, as after `set_seed`.
 
     Args:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.checks import check_divides, check_place
 from accel_data.loader.read_ahead import RandomUse
-from accel_data.order.shares import Fill, Layout, counted
+from accel_data.order.layout import Layout, StepRows, counted
 from accel_data.resume.stream_position import Mark, StreamPosition
 from accel_data.stream.first_sample import FirstSample, digest_of, watching_for_rank
 from accel_data.stream.reader import Reading, Source, read
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     """
 
     samples: list[Any]
-    fill: Fill | None
+    fill: StepRows | None
     mark: StreamPosition | Mark | FirstSample
 
 
@@ -191,7 +191,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def _batches(
         self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
-    ) -> list[tuple[list[Any], Fill | None]]:
+    ) -> list[tuple[list[Any], StepRows | None]]:
         """Return the batch of this process in one step, if it has one."""
         if len(group) == layout.group:  # as in all steps but the last
             return [(layout.deal(group, reading.head, self.process_index)[0], None)]
@@ -234,14 +234,14 @@ class WholeStream(IterableDatasetShard):
 
     def _batches(
         self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
-    ) -> list[tuple[list[Any], Fill | None]]:
+    ) -> list[tuple[list[Any], StepRows | None]]:
         parts = layout.deal(group, reading.head, None)
         is_full = len(group) == layout.group
         real = (layout.share,) * len(parts) if is_full else layout.real_sizes(len(group))
         if self.joined and parts:
             parts, real = [list(chain(*parts))], (sum(real),)
         return [
-            (samples, None if is_full else Fill((count,), (len(samples),)))
+            (samples, None if is_full else StepRows((count,), (len(samples),)))
             for samples, count in zip(parts, real, strict=False)
         ]
 
@@ -352,7 +352,7 @@ class CollateBlock:
         self.collate_fn = collate_fn
         self.batched = batched
 
-    def __call__(self, block: Block) -> tuple[Fill | None, Any, StreamPosition | Mark | FirstSample]:
+    def __call__(self, block: Block) -> tuple[StepRows | None, Any, StreamPosition | Mark | FirstSample]:
         """Return what is known of the step, the batch, and where the stream is after it."""
         samples = block.samples
         batch = self.collate_fn(samples if self.batched else samples[0]) if samples else None

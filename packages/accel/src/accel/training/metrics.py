@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_data.order.shares import Fill
+from accel_data.order.layout import StepRows
 from accel_data.stream.dataset import IterableDatasetShard
 from accel_ops.collectives.objects import gather_object
 from accel_ops.collectives.operations import gather
@@ -19,7 +19,7 @@ from accel_state.logging.warning import warn
 from accel_state.open_loaders import LoaderPass, describe
 
 if TYPE_CHECKING:
-    from accel_data.loader.join import Attendance
+    from accel_data.loader.uneven import UnevenLoaderMonitor
     from accel_state.gradient import GradientState
     from accel_state.process.info import ProcessInfo
 
@@ -70,9 +70,9 @@ def gather_for_metrics(
     for one in passes:
         one.is_gathered = True
     # Before the first collective: a process that has left the loop would leave the others in it.
-    attendance = getattr(loader, "attendance", None)
-    if attendance is not None:
-        _meet(loader, attendance, process)
+    uneven_monitor = getattr(loader, "uneven_monitor", None)
+    if uneven_monitor is not None:
+        _meet(loader, uneven_monitor, process)
     if use_gather_object or not _holds_only_tensors(data):
         if padding is not None:
             data = _cut_objects(data, padding.of(shard[0]))
@@ -187,7 +187,7 @@ def _real_rows_of(one: LoaderPass, size: int) -> dict[tuple[int, ...], tuple[int
     """Return the rows of the batch at hand, or of the whole epoch after its end, and how many are real."""
     fill, each = _fill(one.loader, size), getattr(one.loader, "batch_size", None)
     if fill is None and isinstance(each, int):
-        fill = Fill((each,) * size, (each,) * size)
+        fill = StepRows((each,) * size, (each,) * size)
     if fill is None:
         return {}
     before = 0
@@ -200,26 +200,26 @@ def _real_rows_of(one: LoaderPass, size: int) -> dict[tuple[int, ...], tuple[int
     return {tuple(before + n for n in fill.rows): tuple(before + n for n in fill.real)}
 
 
-def _fill(loader: Any | None, size: int) -> Fill | None:
-    """The loader's `Fill` of this step, if the loader is for so many data-parallel processes."""
+def _fill(loader: Any | None, size: int) -> StepRows | None:
+    """The loader's `StepRows` of this step, if the loader is for so many data-parallel processes."""
     real = getattr(loader, "real_samples", None)
     if real is None or loader is None or len(real) != size:  # another Accelerator's loader
         return None
-    return Fill(real, loader.batch_rows)
+    return StepRows(real, loader.batch_rows)
 
 
-def _meet(loader: Any, attendance: Attendance, process: ProcessInfo) -> None:
+def _meet(loader: Any, uneven_monitor: UnevenLoaderMonitor, process: ProcessInfo) -> None:
     """Make sure that all processes have this step, where each reads a part of its own.
 
     Debug mode compares what processes call, and waits for those that come late by itself.
     """
-    missing = attendance.missing() if process.debug else attendance.meet()
+    missing = uneven_monitor.exhausted_rank() if process.debug else uneven_monitor.wait_for_all()
     if missing is not None:
         raise RuntimeError(
             f"gather_for_metrics would wait for ever: process {missing.rank} has only {missing.batches} "
             f"batches of the {type(loader).__name__} over {_dataset_name(loader)}, and process "
-            f"{missing.here} is in step {missing.step}, as {missing.why}. To mend it, {missing.fix}, or "
-            "gather after the loop."
+            f"{missing.current_rank} is in step {missing.step}, as {missing.reason}. To mend it, "
+            f"{missing.fix}, or gather after the loop."
         )
 
 
@@ -262,7 +262,7 @@ def _may_be_uneven(loader: Any | None) -> bool:
     return False
 
 
-def _batch_sizes(loader: Any | None, fill: Fill | None, size: int) -> set[int]:
+def _batch_sizes(loader: Any | None, fill: StepRows | None, size: int) -> set[int]:
     """Return how many sequences a process with most of them may have in this step, as far as is known."""
     if fill is not None:
         return set(fill.rows)

@@ -19,12 +19,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel_ops.collectives.comparison import (
-    PATIENCE,
-    is_equal_on_all_ranks,
-    is_first_to_differ,
-    new_comparison_name,
-)
+from accel_data.dispatch.loader import JoinedBatches
+from accel_data.loader.base import Unbatched
+from accel_data.order.detect_sharding import describe_full_data
+from accel_data.order.samplers import BatchSamplerShard
+from accel_data.stream.dataset import BlockReader
+from accel_ops.collectives.comparison import PATIENCE, is_equal_on_all_ranks, is_first_to_differ, new_comparison_name
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Watch:
         for iterated in _plain_iterations():
             # Privates of torch's iteration, which does not keep its loader.
             dataset, sampler = iterated._dataset, iterated._index_sampler
-            data = whole_data(SimpleNamespace(dataset=dataset, sampler=sampler, batch_sampler=None))
+            data = describe_full_data(SimpleNamespace(dataset=dataset, sampler=sampler, batch_sampler=None))
             if data is None:
                 continue
             # Processes may have parts that were made by hand: each says what it reads, and rank 0 waits.
@@ -317,7 +317,7 @@ def _plain_iterations() -> list[Any]:
         kinds += kind.__subclasses__()
     # An object refers to its type. This takes as long as one garbage collection.
     found = [item for item in gc.get_referrers(*kinds) if issubclass(type(item), _BaseDataLoaderIter)]
-    ours = (BatchSamplerShard, Unbatched, Joined)
+    ours = (BatchSamplerShard, Unbatched, JoinedBatches)
     return [
         item
         for item in found

@@ -11,7 +11,7 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.engines.base import Joining
     from accel.training.run import Run
-    from accel_data.loader.join import Missing
+    from accel_data.loader.uneven import ExhaustedRank
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> N
     warn(f"{seen}: {_TAKES_NO_PART}. {_to_train(joining)}{fix}.", UserWarning)
 
 
-def warn_of_missing(joining: Joining | None, missing: Missing) -> None:
+def warn_of_missing(joining: Joining | None, missing: ExhaustedRank) -> None:
     """Warn of a process that has no batch, in the step in which another one finds it.
 
     Args:
@@ -66,7 +66,7 @@ def warn_of_missing(joining: Joining | None, missing: Missing) -> None:
         return
     warn(
         f"Process {missing.rank} has only {missing.batches} batches of this loader, and process "
-        f"{missing.here} is in step {missing.step}, as {missing.why}: {_TAKES_NO_PART}. "
+        f"{missing.current_rank} is in step {missing.step}, as {missing.reason}: {_TAKES_NO_PART}. "
         f"{_to_train(joining)}{missing.fix}.",
         UserWarning,
         about="process",
@@ -99,5 +99,5 @@ def _even_batches(run: Run, even_batches: bool | None) -> Iterator[None]:
         warn("join_uneven_inputs(even_batches=...) does not affect iterable-style and dispatched loaders.")
     with contextlib.ExitStack() as overridden:
         for shard in shards:
-            overridden.enter_context(shard.completing(even_batches))
+            overridden.enter_context(shard.override_even_batches(even_batches))
         yield

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel.engines.megatron.runtime import core, parallel_state
-from accel_data.loader.base import settings
+from accel_data.loader.base import loader_settings
 from accel_ops.trees.send import send_to_device
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def with_micro_batches(loader: DataLoader[Any], num_micro_batches: int) -> DataL
     else:
         # The same sampler: the order of samples stays, only batches are larger.
         sampling = {"batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
-    return DataLoader(loader.dataset, **sampling, **settings(loader))
+    return DataLoader(loader.dataset, **sampling, **loader_settings(loader))
 
 
 class MegatronLMDummyDataLoader:

@@ -14,7 +14,7 @@ from accel.observe.attach import Undo, follow, put
 from accel.observe.guard.batch import encode
 from accel_ckpt.training_state.rng import get_rng_state
 from accel_data.loader.base import DataLoaderAdapter
-from accel_data.loader.indices import IndexNotes
+from accel_data.loader.indices import IndexRecorder
 from accel_ops.trees.walk import flatten
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ class WindowRecorder:
             self._undo.pop()()
 
     def _hand_on(self, number: int, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        notes = IndexNotes(loader) if isinstance(loader, DataLoaderAdapter) else None
+        notes = IndexRecorder(loader) if isinstance(loader, DataLoaderAdapter) else None
         for count, batch in enumerate(batches if notes is None else notes.begin(batches)):
-            indices = None if notes is None else notes.following()
+            indices = None if notes is None else notes.next()
             self._buffers = {}
             # Containers of its own, as loops take entries out of batches.
             tensors, put_together = flatten(batch)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_data.order.layout import Layout, Share, cut, spread_out
 from accel_data.order.permutation import KeyedPermutation
-from accel_data.order.shares import Layout, Share, cut, spread_out
 
 layouts = st.builds(
     Layout,

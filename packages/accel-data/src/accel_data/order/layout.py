@@ -22,7 +22,7 @@ _ENTRIES = 2048  # turned into lists at once; more would leave the processor's c
 _COMPUTED = 8192  # of an order that is computed, whose calls have to pay for themselves
 
 
-class Fill(NamedTuple):
+class StepRows(NamedTuple):
     """The sizes of all processes' batches in a step that is padded, or in which a process has no batch.
 
     Args:
@@ -34,7 +34,7 @@ class Fill(NamedTuple):
     rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, real: Sequence[int], rows: Sequence[int]) -> Fill | None:
+    def of(cls, real: Sequence[int], rows: Sequence[int]) -> StepRows | None:
         """Return what is to be known of a step: None if nothing is padded and every process has a batch."""
         fill = cls(tuple(real), tuple(rows))
         return None if fill.real == fill.rows and all(fill.rows) else fill
@@ -51,8 +51,8 @@ class Share:
     """
 
     num_batches: int | None = None
-    last: Fill | None = None
-    now: Fill | None = None
+    last: StepRows | None = None
+    now: StepRows | None = None
 
 
 def spread_out(count: int, num_processes: int) -> tuple[int, ...]:
@@ -116,11 +116,11 @@ class Layout:
             return (0,) * self.num_processes
         return (self._piece(tail),) * self.num_processes if self.even else self.real_sizes(tail)
 
-    def fill(self, tail: int, rank: int | None) -> Fill | None:
+    def fill(self, tail: int, rank: int | None) -> StepRows | None:
         """The fill of a last step of `tail` positions, if the process (None for all) takes part in it."""
         sizes = self.tail_sizes(tail)
         is_there = any(sizes) if rank is None else sizes[rank] > 0
-        return Fill.of(self.real_sizes(tail), sizes) if is_there else None
+        return StepRows.of(self.real_sizes(tail), sizes) if is_there else None
 
     def places(self, tail: int, rank: int) -> range:
         """Places of a process in a last step of `tail` positions, padding included; see `position`."""
@@ -298,7 +298,7 @@ def _cut_stream(
         yield from layout.deal(group, head, rank)
 
 
-def counted(fill: Fill, parts: list[list[Any]], count: Callable[[Any], int]) -> Fill | None:
+def counted(fill: StepRows, parts: list[list[Any]], count: Callable[[Any], int]) -> StepRows | None:
     """Return in samples what is known of a step in entries that stand for several samples each.
 
     Args:
@@ -307,4 +307,4 @@ def counted(fill: Fill, parts: list[list[Any]], count: Callable[[Any], int]) -> 
         count: Returns the number of samples of an entry.
     """
     rows = [sum(map(count, part)) for part in parts] + [0] * (len(fill.rows) - len(parts))
-    return Fill.of([size if real else 0 for size, real in zip(rows, fill.real, strict=True)], rows)
+    return StepRows.of([size if real else 0 for size, real in zip(rows, fill.real, strict=True)], rows)

@@ -104,7 +104,7 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     return None
 
 
-def whole_data(dataloader: Any) -> str | None:
+def describe_full_data(dataloader: Any) -> str | None:
     """Describe the data of a loader that is read whole.
 
     Args:

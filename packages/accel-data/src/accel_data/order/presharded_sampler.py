@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
+from accel_data.order.layout import Share, StepRows
 from accel_data.order.samplers import BatchSamplerShard
-from accel_data.order.shares import Fill, Share
 
 
 class PresplitBatchSampler(BatchSamplerShard):
@@ -79,7 +79,7 @@ class PresplitBatchSampler(BatchSamplerShard):
             share.last = last
             yield batch
 
-    def _fill_of_lengths(self) -> Fill | None:
+    def _fill_of_lengths(self) -> StepRows | None:
         counts, lengths = self.batches_of_each, self.lengths
         if counts is None or lengths is None:
             return None
@@ -89,9 +89,9 @@ class PresplitBatchSampler(BatchSamplerShard):
             min(length - (steps - 1) * size, size) if count == steps else 0
             for length, count in zip(lengths, counts, strict=True)
         )
-        return Fill.of(rows, rows) if rows[self.part[0]] else None
+        return StepRows.of(rows, rows) if rows[self.part[0]] else None
 
-    def _fill_of_dealt(self, first: int) -> Fill | None:
+    def _fill_of_dealt(self, first: int) -> StepRows | None:
         # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
         if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
             return None
@@ -105,4 +105,4 @@ class PresplitBatchSampler(BatchSamplerShard):
         if unpadded == processes or (short and self.drop_last):
             return None
         rows = short or self.batch_size
-        return Fill(tuple(rows - (rank >= unpadded) for rank in range(processes)), (rows,) * processes)
+        return StepRows(tuple(rows - (rank >= unpadded) for rank in range(processes)), (rows,) * processes)

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import DataLoaderShard, prepare_data_loader
-from accel_data.order.presharded import find_split
+from accel_data.order.detect_sharding import find_split
 from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from accel_ops.debug.store import default_store
 
-SHARDS = (
+UNEVEN_SHARDS = (
     "`datasets` has given each process a shard of the stream, and the shards differ in size",
     "pass dispatch_batches=True (in a DataLoaderConfiguration), so that process 0 reads for all evenly",
 )
-PARTS = (
+UNEVEN_PRESHARDED = (
     "each process was given a part of its own, and the parts differ in size",
     "prepare the whole dataset on every process, which is then shared out evenly",
 )
@@ -31,13 +31,13 @@ _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How many loaders were counted, per process group."""
 
 
-class Missing(NamedTuple):
+class ExhaustedRank(NamedTuple):
     """A process that has no batch in a step.
 
     Args:
         rank: The process.
         batches: How many it has in this pass.
-        here: The process that asks.
+        current_rank: The rank that asks.
         step: Number of its batch, from 1.
         why: Why their numbers of batches differ, as a clause.
         fix: What to do, as a clause.
@@ -45,13 +45,13 @@ class Missing(NamedTuple):
 
     rank: int
     batches: int
-    here: int
+    current_rank: int
     step: int
-    why: str
+    reason: str
     fix: str
 
 
-class Attendance:
+class UnevenLoaderMonitor:
     """This process's part in the passes over one loader. All processes make it at the same point.
 
     A pass is named by the meetings before it and the passes since, so that passes which one process alone has
@@ -70,7 +70,7 @@ class Attendance:
         self._group: ReferenceType[Any] = ref(group)
         # Counted where the group is: all processes make their loaders in one order.
         counts = _made.setdefault(group, Counter())
-        self._prefix = f"accel/attendance/{counts['loaders']}"
+        self._prefix = f"accel/uneven_loader/{counts['loaders']}"
         counts["loaders"] += 1
         self._meetings = 0
         self._passes = 0  # since the last meeting
@@ -84,7 +84,7 @@ class Attendance:
         """Begin a pass."""
         self._pass, self._step = f"{self._meetings}.{self._passes}", 0
 
-    def attend(self, step: int, last: bool) -> None:
+    def record(self, step: int, last: bool) -> None:
         """Note that a batch is about to be handed out.
 
         Args:
@@ -105,7 +105,7 @@ class Attendance:
         if exhausted and not self._step:
             self._note(0)
 
-    def missing(self) -> Missing | None:
+    def exhausted_rank(self) -> ExhaustedRank | None:
         """Return a process that is known to have no batch in this step."""
         store = self._store()
         if store is None or not store.check([self._pass]):
@@ -113,7 +113,7 @@ class Attendance:
         batches, rank = map(int, store.get(self._pass).split())
         if batches >= self._step:
             return None
-        return Missing(rank, batches, self._rank, self._step, self._why, self._fix)
+        return ExhaustedRank(rank, batches, self._rank, self._step, self._why, self._fix)
 
     def is_first_to_warn(self) -> bool:
         """Whether no process has asked this in this pass before."""
@@ -121,7 +121,7 @@ class Attendance:
         # `add` is atomic: one process of all gets the 1.
         return store is not None and bool(store.add(f"{self._pass}/warned", 1) == 1)
 
-    def meet(self) -> Missing | None:
+    def wait_for_all(self) -> ExhaustedRank | None:
         """Wait in the middle of a step until all processes have come, or one is known not to have this step.
 
         Returns:
@@ -138,7 +138,7 @@ class Attendance:
         # As long as a collective would wait.
         give_up_at = time.monotonic() + store.timeout.total_seconds()
         while True:
-            if missing := self.missing():  # who has come may be in its next pass
+            if missing := self.exhausted_rank():  # who has come may be in its next pass
                 store.add(here, -1)
                 return missing
             if come == self._world or time.monotonic() > give_up_at:  # the collective says what is amiss
