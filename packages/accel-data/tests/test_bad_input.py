@@ -137,7 +137,7 @@ CASES = {
         "a shuffled loader, but this is an unshuffled one",
     ),
     "cursor beyond the end": (loaded({"consumed": 13}), "consumed=13: an epoch of this loader has 12"),
-    "cursor before the start": (loaded({"consumed": -1}), "consumed=-1: it must be an integer from 0 on"),
+    "cursor before the start": (loaded({"consumed": -1}), "consumed=-1: it must be an integer of at least 0"),
     "no state": (loaded({"version": 7}, shuffle=True), "version 7"),
     "skip": (
         lambda: skip_first_batches(prepare_data_loader(DataLoader(range(LENGTH), 2)), -4),

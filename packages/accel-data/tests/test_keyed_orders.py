@@ -255,8 +255,8 @@ def test_skipping_by_seeking_is_skipping_by_walking(length, skipped, batch_size,
         more = {} if batch_size is None else {"drop_last": drop_last}
         return DataLoader(range(length), batch_size, sampler=sampler, **more)
 
-    walked, sought = sampler(), sampler()
-    plain = loader(walked)
+    order_sampler, sought = sampler(), sampler()
+    plain = loader(order_sampler)
     expected = [[torch.as_tensor(batch).tolist() for batch in plain][skipped:] for _ in range(2)]
     short = skip_first_batches(loader(sought), min(skipped, len(plain)))
 

@@ -20,7 +20,7 @@ def dispatched(loader, **kwargs):
     return prepare_data_loader(loader, dispatch_batches=True, **kwargs)
 
 
-class Counted(Dataset):
+class CountingIterator(Dataset):
     """Numbers; counts how many have been read in this process."""
 
     def __init__(self, length=24, act=lambda index: None):
@@ -60,7 +60,7 @@ def threads():
 
 
 def reads_while_used(stream):
-    data = CountedStream() if stream else Counted()
+    data = CountedStream() if stream else CountingIterator()
     step = 2 * current_process().world_size
     further = step if stream else 0  # to see which step is the last one
     for number, _ in enumerate(dispatched(DataLoader(data, 2)), 1):
@@ -132,7 +132,7 @@ def test_the_users_messages_do_not_mix_with_it(world):
 
 def dropped_early():
     """Drop a loader while its next batch is asked for and not yet sent."""
-    batches = iter(dispatched(DataLoader(Counted(act=draw), 2)))
+    batches = iter(dispatched(DataLoader(CountingIterator(act=draw), 2)))
     next(batches)
     if not current_process().is_main:
         del batches
@@ -269,7 +269,7 @@ def process_is_gone(gone):
         time.sleep(0.1)  # what it reads ahead has been sent
         dist.destroy_process_group()  # what the end of a process does to its connections
         return None
-    with pytest.raises(RuntimeError, match=r"rocess.* is gone, so that no more batches") as caught:
+    with pytest.raises(RuntimeError, match=r"rocess.* has exited; no more batches") as caught:
         list(batches)
     return str(caught.value)
 
@@ -281,7 +281,7 @@ def test_a_process_that_is_gone_is_noticed(world, gone):
 
 def augmented(draw):
     torch.manual_seed(7)
-    data = Counted(12, act=draw)
+    data = CountingIterator(12, act=draw)
     drawn = []
     loader = dispatched(DataLoader(data, 2))
     for number, _ in enumerate(loader, 1):

@@ -32,7 +32,7 @@ from accel_data import (
     sample_seed,
     skip_first_batches,
 )
-from accel_data.order.presharded_sampler import PresplitBatchSampler
+from accel_data.order.presharded_sampler import PreshardedBatchSampler
 from accel_ops.rng import set_seed
 from accel_state.gradient import GradientState
 from accel_state.process.state import current_process
@@ -138,8 +138,8 @@ def check_sizes(batches, share, even, drop_last, split):
 
 
 def expected_padding(length, group, drop_last):
-    full, tail = divmod(length, group)
-    return full * group if drop_last else length, full + bool(tail and not drop_last)
+    full, remainder = divmod(length, group)
+    return full * group if drop_last else length, full + bool(remainder and not drop_last)
 
 
 KINDS = {
@@ -180,7 +180,7 @@ def test_processes_together_see_what_one_would(size, kind, split, even, drop_las
         assert samples == order[:count]
         assert len(loaders[0]) == len(batches[0]) == steps
         assert [len(loader) for loader in loaders] == [len(some) for some in batches]
-        assert [*loaders[0].batch_sampler.batches_of_each] == [len(some) for some in batches]
+        assert [*loaders[0].batch_sampler.batches_per_rank] == [len(some) for some in batches]
         assert not loaders[0].batch_sampler.is_even or len({len(some) for some in batches}) == 1
         check_sizes(batches, group // processes, even and processes > 1, drop_last, split)
         if processes > 1 and (even or drop_last):
@@ -278,7 +278,6 @@ def test_padding_in_the_middle_of_a_stream_is_known():
     for length in (21, 23):
         loaders = prepared(lambda: DataLoader(Divided(length), 4, num_workers=2), 2, dispatch_batches=False)  # noqa: B023
         samples, batches = epoch_of(loaders)
-
         assert sorted(samples) == list(range(length))
         assert {len(batch) for rank in batches for batch in rank} == {4}
 
@@ -359,7 +358,7 @@ def test_use_seedable_sampler_replaces_the_users_generator():
     assert sampler.initial_seed == 9
 
 
-def noted(worker_id):
+def record_worker(worker_id):
     """A worker_init_fn."""
 
 
@@ -367,7 +366,7 @@ SETTINGS = {
     "num_workers": 2,
     "pin_memory": True,
     "timeout": 7.0,
-    "worker_init_fn": noted,
+    "worker_init_fn": record_worker,
     "multiprocessing_context": "fork",
     "prefetch_factor": 3,
     "persistent_workers": True,
@@ -581,7 +580,7 @@ def test_a_distributed_sampler_passes_through():
         return DataLoader(range(21), 4, sampler=DistributedSampler(range(21), 2, rank))
 
     loaders = [prepare_data_loader(make(rank), num_processes=2, process_index=rank) for rank in range(2)]
-    assert isinstance(loaders[0].batch_sampler, PresplitBatchSampler)
+    assert isinstance(loaders[0].batch_sampler, PreshardedBatchSampler)
     assert (loaders[0].total_batch_size, loaders[0].batch_size) == (8, 4)
     first, _ = epoch_of(loaders)
     second, _ = epoch_of(loaders)
@@ -642,9 +641,7 @@ def test_what_is_shared_out_for_others_is_refused(make, message):
     ],
 )
 def test_what_is_shared_out_is_not_dispatched(make):
-    with pytest.raises(
-        ValueError, match=r"process 0 would hand out its own share only.*dispatch_batches=False"
-    ):
+    with pytest.raises(ValueError, match=r"process 0 would send only its own shard.*dispatch_batches=False"):
         prepare_data_loader(make(), num_processes=1, process_index=0, dispatch_batches=True)
 
 
@@ -729,7 +726,7 @@ def test_what_a_subclass_does_in_iter_is_not_lost_in_silence():
         def __iter__(self):
             return iter([])
 
-    with pytest.warns(UserWarning, match="Mine has an __iter__ of its own"):
+    with pytest.warns(UserWarning, match="Mine has its own __iter__"):
         assert len(list(prepare_data_loader(Mine(range(3))))) == 3
 
 

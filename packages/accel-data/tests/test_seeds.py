@@ -85,7 +85,7 @@ KINDS = {
 def test_seeds_do_not_depend_on_the_number_of_processes(length, batch_size, processes, kind, split, even):
     batch_size *= processes if split else 1
     alone = [prepare(KINDS[kind](length, batch_size=1))]
-    several = [
+    is_distributed = [
         prepare(
             KINDS[kind](length, batch_size=batch_size),
             processes,
@@ -97,7 +97,7 @@ def test_seeds_do_not_depend_on_the_number_of_processes(length, batch_size, proc
     ]
     epochs = [read(alone) for _ in range(2)]
 
-    assert [read(several) for _ in range(2)] == epochs
+    assert [read(is_distributed) for _ in range(2)] == epochs
     assert len({seed for epoch in epochs for seed in epoch.values()}) == 2 * length  # all differ
     assert all(0 <= seed < 2**63 for epoch in epochs for seed in epoch.values())
 

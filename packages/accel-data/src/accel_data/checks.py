@@ -1,4 +1,4 @@
-"""Checks of what users pass, with messages that name the value and the way out."""
+"""Argument checks, with messages that name the value and the fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data._utils import signal_handling
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
 
-_DEATH_S = 1.0  # how long it may take until it is known that a worker has ended
+_DEATH_S = 1.0  # how long to wait until torch reports that a worker has exited
 
 
-def check_place(num_processes: int, process_index: int) -> None:
-    """Raise ValueError unless process_index is one of num_processes."""
+def check_rank(num_processes: int, process_index: int) -> None:
+    """Raise ValueError unless process_index is the rank of one of num_processes."""
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, but it is {num_processes}.")
     if not 0 <= process_index < num_processes:
@@ -26,10 +26,10 @@ def check_place(num_processes: int, process_index: int) -> None:
         )
 
 
-def check_divides(batch_size: int, num_processes: int) -> None:
+def check_divisible(batch_size: int, num_processes: int) -> None:
     """Raise ValueError unless batches of batch_size can be split over num_processes."""
     if batch_size % num_processes:
-        # The sizes next to it that would do; there is none below for small batches.
+        # The nearest valid sizes; for small batches there is none below.
         below = batch_size // num_processes * num_processes
         sizes = f"{below} or {below + num_processes}" if below else str(num_processes)
         raise ValueError(
@@ -40,8 +40,8 @@ def check_divides(batch_size: int, num_processes: int) -> None:
 
 
 def check_skip(num_batches: int) -> int:
-    """Return a number of batches to skip, or raise if it is none."""
-    # bool is an int to isinstance, but True is no number of batches.
+    """Return a number of batches to skip, or raise if it is invalid."""
+    # bool is an int to isinstance, but True is not a number of batches.
     if not isinstance(num_batches, int) or isinstance(num_batches, bool):
         raise TypeError(f"The number of batches to skip must be an integer, but it is {num_batches!r}.")
     if num_batches < 0:
@@ -64,31 +64,30 @@ def check_order(order: str | None) -> None:
         )
 
 
-def has_own_iter(dataloader: DataLoader[Any]) -> bool:
-    """Whether a loader's class has an __iter__ that is neither torch's nor torchdata's."""
+def has_custom_iter(dataloader: DataLoader[Any]) -> bool:
+    """Whether the loader's class has an __iter__ that is neither torch's nor torchdata's."""
     iterate = type(dataloader).__iter__
-    # torchdata has one for states, which a prepared loader keeps by itself.
+    # torchdata has one that tracks states, which a prepared loader does itself.
     return iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata.")
 
 
 def check_loader(dataloader: object) -> None:
-    """Raise TypeError unless an object is a DataLoader; warn of what a prepared loader cannot keep."""
+    """Raise TypeError unless an object is a DataLoader; warn about what a prepared loader cannot preserve."""
     if not isinstance(dataloader, DataLoader):
         raise TypeError(
             "prepare_data_loader takes a torch.utils.data.DataLoader, but got a "
             f"{type(dataloader).__name__}: {dataloader!r:.100}."
         )
-    if has_own_iter(dataloader):
+    if has_custom_iter(dataloader):
         warn(
-            f"{type(dataloader).__name__} has an __iter__ of its own, which the prepared loader does not "
-            "use: it reads the same dataset with the same settings. Put what __iter__ does into the "
-            "dataset or the collate_fn. Where it keeps workers alive, pass persistent_workers=True instead.",
+            f"{type(dataloader).__name__} has its own __iter__, which the prepared loader does not use: it "
+            "reads the same dataset with the same settings. Move what __iter__ does into the dataset or the "
+            "collate_fn. If it keeps workers alive, pass persistent_workers=True instead.",
         )
     if not getattr(dataloader, "in_order", True) and dataloader.num_workers > 0:
         warn(
-            "With in_order=False batches come in the order in which workers finish: which of them are "
-            "padded and where to resume is then not exact. Use in_order=True, or drop_last=True where only "
-            "padding matters.",
+            "With in_order=False batches come in the order in which workers finish, so padding and resuming "
+            "are not exact. Use in_order=True, or drop_last=True if only padding matters.",
         )
 
 
@@ -96,7 +95,7 @@ def check_rng_types(rng_types: Iterable[str | RNGType] | None) -> list[str | RNG
     """Return the random generators to synchronise, "generator" by default, or raise if one is unknown."""
     if rng_types is None:
         return [RNGType.GENERATOR]
-    # A name alone is a string, which would be taken letter by letter.
+    # A single name is a string, which would be iterated letter by letter.
     return [RNGType(kind) for kind in ([rng_types] if isinstance(rng_types, str) else rng_types)]
 
 
@@ -117,34 +116,34 @@ def check_single(sampler: Any, num_processes: int, even_batches: bool) -> None:
     if length is None or length % num_processes:
         count = "unknown number of" if length is None else f"{length}"
         raise ValueError(
-            f"The loader has batch_size=None, so that its {count} items cannot be padded to equally many on "
-            f"each of {num_processes} processes: how many samples an item holds is not known. Pass "
-            "even_batches=False, or dispatch_batches=True."
+            f"The loader has batch_size=None, so its {count} items cannot be padded to equally many on each "
+            f"of {num_processes} processes: the number of samples in an item is unknown. Pass "
+            "even_batches=False or dispatch_batches=True."
         )
 
 
-def explained(error: Exception, num_workers: int) -> Exception:
-    """Return an error that says that a worker has died, if that is why its batch did not come.
+def explain_worker_error(error: Exception, num_workers: int) -> Exception:
+    """Return an error that says that a worker died, if that is why a batch is missing.
 
     Args:
-        error: What reading a batch raised.
-        num_workers: Number of worker processes that read.
+        error: The error raised while reading a batch.
+        num_workers: Number of worker processes.
 
     Returns:
-        The error to raise: `error` itself if it says what happened.
+        The error to raise: `error` itself if it explains what happened.
     """
-    # What a broken pipe, a closed queue and missing shared memory raise.
+    # Raised by a broken pipe, a closed queue and missing shared memory.
     lost = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     if not num_workers or not lost or "DataLoader worker" in str(error):
         return error
     until = time.monotonic() + _DEATH_S
     while time.monotonic() < until:
-        try:  # torch knows more, unless its signal handler has raised in the main thread already
+        try:  # torch knows more, unless its signal handler has already raised in the main thread
             signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
         except RuntimeError as death:
             return death
         time.sleep(0.01)
     return RuntimeError(
         f"A DataLoader worker exited unexpectedly ({type(error).__name__}: {error}). It may have run out of "
-        "memory. With num_workers=0 an error is seen where it happens."
+        "memory. Use num_workers=0 to see an error where it happens."
     )

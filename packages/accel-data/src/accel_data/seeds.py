@@ -1,9 +1,9 @@
-"""A seed for each sample: what augmentation draws from, whoever reads the sample.
+"""A seed for each sample, for augmentation that does not depend on who reads the sample.
 
-A seed is a function of the loader's seed, the epoch and the sample's index. The number of processes and
-workers, dispatching, and where a run was interrupted have no part in it. Every pass has one key, made of seed
-and epoch. It is at hand in the thread that fetches samples while it does so, and nowhere else; to workers it
-goes through shared memory, so that it also reaches those that live on between epochs.
+A seed is a function of the loader's seed, the epoch and the sample's index. It does not depend on the number
+of processes and workers, on dispatching, or on where a run was interrupted. Every epoch has one key, made of
+seed and epoch. It is available only in the thread that fetches samples, while it does so; workers get it
+through shared memory, so that it also reaches persistent workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from accel_data.order.mixing import mix_seed
 
 
 class _Reading(threading.local):
-    """The key of the pass whose samples this thread fetches; a tensor of shape (1,) in a worker."""
+    """The key of the epoch whose samples this thread fetches; a tensor of shape (1,) in a worker."""
 
     # A class attribute is the value that every new thread starts with.
     key: int | torch.Tensor | None = None
@@ -37,21 +37,21 @@ _reading = _Reading()
 def sample_seed(index: SupportsIndex) -> int:
     """Return the seed of a sample in the epoch that is being read.
 
-    It is for the `__getitem__`, `__getitems__` or collate_fn of a dataset that a prepared loader reads, in
-    the thread that they are called in, and for the `__iter__` of an iterable dataset.
+    Call it in the `__getitem__`, `__getitems__` or collate_fn of a dataset that a prepared loader reads, in
+    the thread that calls these, or in the `__iter__` of an iterable dataset.
 
     Args:
-        index: What distinguishes the sample from the others of its dataset: the index that `__getitem__`
-            gets. In an iterable dataset, the number of the sample in the whole stream, or another integer of
-            its own; not its number among those of one worker.
+        index: What distinguishes the sample from others of its dataset: the index that `__getitem__` gets. In
+            an iterable dataset, the number of the sample in the full stream, or another unique integer; not
+            its number among those of one worker.
 
     Returns:
-        An integer of 63 bits: the same on any number of processes and workers and after a resume, another one
+        An integer of 63 bits: the same on any number of processes and workers and after a resume, different
         in each epoch.
 
     Raises:
         RuntimeError: If no prepared loader is fetching samples in this thread.
-        TypeError: If index is no integer.
+        TypeError: If index is not an integer.
     """
     key = _reading.key
     if key is None:
@@ -60,7 +60,7 @@ def sample_seed(index: SupportsIndex) -> int:
             "Call sample_seed in the dataset's __getitem__ (in the thread that calls it), and read the "
             "dataset through a loader that prepare_data_loader or Accelerator.prepare returned."
         )
-    # In a worker the key is shared memory: the main process writes that of the next pass there.
+    # In a worker the key is shared memory: the main process writes that of the next epoch there.
     if isinstance(key, torch.Tensor):
         key = int(key)
     try:
@@ -69,7 +69,7 @@ def sample_seed(index: SupportsIndex) -> int:
     except TypeError:
         raise TypeError(
             f"sample_seed takes an integer, but got {index!r}. Pass one that distinguishes the sample "
-            "from the others of its dataset, as its place in a list of all keys."
+            "from others of its dataset, such as its position in a list of all keys."
         ) from None
 
 
@@ -86,10 +86,10 @@ def sample_generator(index: SupportsIndex) -> torch.Generator:
 
 
 def sample_rng(index: SupportsIndex) -> IsolatedRNG:
-    """Seed the global random generators with `sample_seed(index)` inside of a `with` statement.
+    """Seed the global random generators with `sample_seed(index)` inside a `with` statement.
 
-    For transforms that draw from torch's, Python's or numpy's global generator. After it these generators go
-    on as if nothing had been drawn.
+    For transforms that draw from torch's, Python's or numpy's global generator. Afterwards these generators
+    continue as if nothing had been drawn.
 
     Args:
         index: See `sample_seed`.
@@ -100,21 +100,21 @@ def sample_rng(index: SupportsIndex) -> IsolatedRNG:
     return IsolatedRNG(sample_seed(index))
 
 
-def pass_key(seed: int, epoch: int) -> int:
-    """Return the key of a pass, an integer of 63 bits: it fits into a signed tensor."""
+def epoch_key(seed: int, epoch: int) -> int:
+    """Return the key of an epoch, an integer of 63 bits: it fits into a signed tensor."""
     return mix_seed(seed, epoch) >> 1
 
 
-def keyed(
+def iterate_with_key(
     loader: DataLoader[Any], start: Callable[[], Iterator[Any]], key: int, rank: int = 0
 ) -> Iterator[Any]:
-    """Start a loader's iteration so that its dataset finds the key of the pass.
+    """Start a loader's iteration so that its dataset finds the key of the epoch.
 
     Args:
         loader: The loader that is iterated.
         start: Starts the iteration.
         key: The key.
-        rank: See `WithKey`.
+        rank: See `WorkerInit`.
 
     Returns:
         The batches.
@@ -122,18 +122,18 @@ def keyed(
     if loader.num_workers:
         with _shared_key(loader, key, rank):
             return start()
-    with _at_hand(key):
+    with _current_key(key):
         batches = start()
-    return _fetched(batches, key)
+    return _fetch_with_key(batches, key)
 
 
-def _fetched(batches: Iterator[Any], key: int) -> Iterator[Any]:
-    """Fetch batches in this thread, each with the key at hand: loaders that take turns do not mix."""
+def _fetch_with_key(batches: Iterator[Any], key: int) -> Iterator[Any]:
+    """Fetch batches in this thread, each with its loader's key: interleaved loaders do not mix."""
     # Local names, as this runs for every batch.
     reading, read = _reading, batches.__next__
     profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-    # A private of torch since 1.2, which its own __next__ calls within a region of the profiler. Where nobody
-    # profiles, this region takes as long as all else that is done for a batch here.
+    # A private method of torch since 1.2, which its __next__ calls inside a profiler region. Without a
+    # profiler, that region takes as long as everything else done per batch here.
     if type(batches) is _SingleProcessDataLoaderIter:
         read = getattr(batches, "_next_data", read)
     while True:
@@ -148,7 +148,7 @@ def _fetched(batches: Iterator[Any], key: int) -> Iterator[Any]:
 
 
 @contextmanager
-def _at_hand(key: int) -> Iterator[None]:
+def _current_key(key: int) -> Iterator[None]:
     outer, _reading.key = _reading.key, key
     try:
         yield
@@ -156,14 +156,14 @@ def _at_hand(key: int) -> Iterator[None]:
         _reading.key = outer
 
 
-class WithKey:
-    """A worker_init_fn through which a worker finds the key of the pass, and has the seed of its process.
+class WorkerInit:
+    """A worker_init_fn that gives a worker the key of the epoch, and a seed that depends on its process.
 
     Args:
         key: Shape (1,), in shared memory.
         init: The user's worker_init_fn.
-        rank: Which part of the data the process reads. Workers of 0 keep torch's seed, which is the same on
-            all processes after `set_seed`; those of others get one that is made of it.
+        rank: The data-parallel rank. Workers of rank 0 keep torch's seed, which is the same on all processes
+            after `set_seed`; those of other ranks get one derived from it.
     """
 
     def __init__(self, key: torch.Tensor, init: Callable[[int], None] | None, rank: int = 0) -> None:
@@ -172,7 +172,7 @@ class WithKey:
         self.rank = rank
 
     def __call__(self, worker_id: int) -> None:
-        """Note the key, seed the global generators, then do what the user's function does."""
+        """Store the key, seed the global generators, then call the user's function."""
         _reading.key = self.key
         if self.rank:
             _seed_worker(self.rank)
@@ -184,7 +184,7 @@ def _seed_worker(rank: int) -> None:
     info = get_worker_info()
     assert info is not None
     seed = mix_seed(info.seed, rank) >> 1
-    # Past the check of a frozen class: users seed their own generators from it.
+    # Bypass the check of a frozen class: users seed their generators from it.
     object.__setattr__(info, "seed", seed)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -194,19 +194,19 @@ def _seed_worker(rank: int) -> None:
 
 @contextmanager
 def _shared_key(loader: DataLoader[Any], key: int, rank: int) -> Iterator[None]:
-    """Let the workers that start here, or live on, find the key."""
+    """Share the key with the workers that start here or persist."""
     shared: torch.Tensor | None = getattr(loader, "_worker_key", None)
     if shared is not None and loader.persistent_workers and loader._iterator is not None:
-        shared[0] = key  # what the workers have read ahead for an older pass is thrown away
+        shared[0] = key  # what the workers have prefetched for an older epoch is discarded
         yield
         return
-    # New workers get a tensor of their own: those of another iteration may still be reading.
+    # New workers get a new tensor: those of another iteration may still be reading.
     shared = torch.tensor([key], device="cpu").share_memory_()  # type: ignore[no-untyped-call]
-    # On the loader, whose workers live no longer than it does.
+    # On the loader, which outlives its workers.
     loader._worker_key = shared
     init = loader.worker_init_fn
-    # torch reads it when it starts the workers, which is done inside of this block.
-    loader.worker_init_fn = WithKey(shared, init, rank)
+    # torch reads it when it starts the workers, inside this block.
+    loader.worker_init_fn = WorkerInit(shared, init, rank)
     try:
         yield
     finally:

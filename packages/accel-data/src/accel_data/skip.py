@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch: a loader without the first batches of another one."""
+"""Continuing in the middle of an epoch: a loader without the first batches of another one."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from accel_state.logging.warning import warn
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Make a loader without the first batches of another one, which it does not read where it need not.
+    """Make a loader without the first batches of another one, which it does not read if it can seek.
 
     After `load_state_dict` these are the first batches of the interrupted epoch, not further ones: the loader
-    goes on where the state says. They are counted in batches of the run that was saved; where that had
-    another number of processes, the number of batches of this run up to the loaded place means it as well.
-    The loaders count epochs together: what comes after the new one's pass is the next epoch of either.
+    continues where the state says. They are counted in batches of the saved run; if that had another number
+    of processes, the number of batches that this run would need to reach the same position also works. The
+    loaders share one epoch counter: after the new loader's iteration comes the next epoch of either.
 
     Args:
         dataloader: The loader, prepared or not; or an object that wraps one and has a method
             `skip_first_batches(num_batches)`.
-        num_batches: Number of batches to leave out.
+        num_batches: Number of batches to skip.
 
     Returns:
-        The new loader, with all settings of the given one. Where more is skipped than there is, its pass is
-        empty, and a warning says so.
+        The new loader, with all settings of the original. If more is skipped than there is, its iteration is
+        empty, with a warning.
 
     Raises:
-        TypeError: If num_batches is not an integer, or dataloader nothing that batches can be skipped of.
+        TypeError: If num_batches is not an integer, or batches of dataloader cannot be skipped.
         ValueError: If it is negative.
     """
     check_skip(num_batches)
     if not isinstance(dataloader, DataLoader):
         return _skip_wrapped(dataloader, num_batches)
     if isinstance(dataloader, DataLoaderAdapter):
-        # A shallow copy shares the progress: the epochs of both are counted together.
+        # A shallow copy shares the progress, and so the epoch counter.
         skipped = copy.copy(dataloader)
         skipped.skip_batches = dataloader.skip_batches + num_batches
         return skipped
-    # A stream can only be read from the front, and the loader that does so has to count.
+    # A stream can only be read from its start, so the loader has to count.
     if isinstance(dataloader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         return SkipDataLoader(
@@ -65,7 +65,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def _skip_wrapped(loader: Any, num_batches: int) -> Any:
-    """Skip batches of what wraps a prepared loader, and alone knows what its batches are."""
+    """Skip batches of an object that wraps a prepared loader."""
     if not hasattr(loader, "skip_first_batches"):
         raise TypeError(
             f"skip_first_batches takes a DataLoader, prepared or not, but got a {type(loader).__name__}."
@@ -74,7 +74,7 @@ def _skip_wrapped(loader: Any, num_batches: int) -> Any:
 
 
 def _check_skip_fits(loader: DataLoader[Any], num_batches: int) -> None:
-    """Warn if more batches are skipped than a loader has that will not notice by itself."""
+    """Warn if more batches are skipped than an unprepared loader has."""
     try:
         length = len(loader)
     except TypeError:

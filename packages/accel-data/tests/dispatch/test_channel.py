@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_data.dispatch.channel import ABSENT, Message, Receiver, Sender, open_line
+from accel_data.dispatch.channel import NO_BATCH, Message, Receiver, Sender, get_dispatch_group
 from accel_data.order.layout import StepRows
 from accel_state.process.state import current_process
 
@@ -58,12 +58,12 @@ def same(one, other):
     return type(one) is type(other) and one == other
 
 
-def converse(steps, owners=None):
+def converse(steps, data_ranks=None):
     """Send some steps from process 0; return what this process has received, and the bytes of structure."""
     process = current_process()
-    owners = owners or range(process.world_size)
+    data_ranks = data_ranks or range(process.world_size)
     if not process.is_main:
-        receiver = Receiver(open_line(), owners)
+        receiver = Receiver(get_dispatch_group(), data_ranks)
         receiver.begin()
         received = []
         while (message := receiver.receive()) is not None:
@@ -71,16 +71,16 @@ def converse(steps, owners=None):
             if message.last:
                 break
         return received, None
-    sender = Sender(open_line(), owners)
+    sender = Sender(get_dispatch_group(), data_ranks)
     sender.begin()
     structures = []
-    for parts, fill, last in steps:
+    for parts, step_rows, last in steps:
         packets = sender.pack(parts)
         structures.append({part: packet and len(packet.structure) for part, packet in packets.items()})
-        sender.send(packets, fill, last)
+        sender.send(packets, step_rows, last)
     if not last:
         sender.stop()
-    sender.leave()
+    sender.close()
     return [], structures
 
 
@@ -89,7 +89,7 @@ def every_kind_arrives():
     received, _ = converse([([every_kind(part) for part in range(3)], StepRows((2, 1, 0), (2, 2, 2)), True)])
     if rank:
         (message,) = received
-        assert message.fill == StepRows((2, 1, 0), (2, 2, 2))
+        assert message.step_rows == StepRows((2, 1, 0), (2, 2, 2))
         assert message.last is True
         assert same(message.batch, every_kind(rank))
         assert type(message.batch["pair"]) is Pair
@@ -105,7 +105,7 @@ def grows_and_shrinks():
     steps = [([torch.arange(size), torch.arange(size) + 1], None, False) for size in sizes]
     received, _ = converse(steps)
 
-    return [(len(message.batch), message.fill, message.last) for message in received]
+    return [(len(message.batch), message.step_rows, message.last) for message in received]
 
 
 def test_batches_of_any_size_arrive(world):
@@ -134,11 +134,11 @@ def counts_bytes():
     """Return the bytes of the messages to each other process."""
     sent = Counter()
 
-    def counted(content, rank, **kwargs):
+    def count_sends(content, rank, **kwargs):
         sent[rank] += content.nbytes
         return isend(content, rank, **kwargs)
 
-    isend, dist.isend = dist.isend, counted
+    isend, dist.isend = dist.isend, count_sends
     try:
         converse([([torch.ones(size, dtype=torch.uint8) for size in (3000, 500, 1500)], None, True)])
     finally:
@@ -164,19 +164,19 @@ def test_a_small_tensor_does_not_keep_the_buffer(world):
 
 def shares_parts():
     parts = [torch.tensor([0]), torch.tensor([1])]
-    received, _ = converse([(parts, StepRows((1, 0), (1, 1)), True)], owners=[0, 0, 1, 1])
+    received, _ = converse([(parts, StepRows((1, 0), (1, 1)), True)], data_ranks=[0, 0, 1, 1])
     return [Message(message.batch.tolist(), *message[1:]) for message in received]
 
 
 def test_several_processes_may_get_the_same_part(world):
     results = world.run(shares_parts, size=4)
 
-    fill = StepRows((1, 0), (1, 1))
-    assert results == [[], [([0], fill, True)], [([1], fill, True)], [([1], fill, True)]]
+    step_rows = StepRows((1, 0), (1, 1))
+    assert results == [[], [([0], step_rows, True)], [([1], step_rows, True)], [([1], step_rows, True)]]
 
 
 def some_have_none():
-    received, _ = converse([([torch.ones(1), ABSENT], None, True)])
+    received, _ = converse([([torch.ones(1), NO_BATCH], None, True)])
     return len(received)
 
 
@@ -186,12 +186,12 @@ def test_a_process_without_a_batch_stops(world):
 
 def fails():
     if current_process().is_main:
-        sender = Sender(open_line(), range(2))
+        sender = Sender(get_dispatch_group(), range(2))
         sender.begin()
         sender.fail(ValueError("bad sample " + "x" * 5000))
-        sender.leave()
+        sender.close()
     else:
-        receiver = Receiver(open_line(), range(2))
+        receiver = Receiver(get_dispatch_group(), range(2))
         receiver.begin()
         with pytest.raises(
             RuntimeError, match=r"Process 0, which reads .* failed: ValueError: bad sample xxx"
@@ -204,9 +204,9 @@ def test_a_failure_reaches_the_others(world):
 
 
 def fails_between():
-    owners = range(3)
+    data_ranks = range(3)
     if not current_process().is_main:
-        receiver, received = Receiver(open_line(), owners), []
+        receiver, received = Receiver(get_dispatch_group(), data_ranks), []
         receiver.begin()
         received.append(receiver.receive().batch)
         with pytest.raises(RuntimeError, match="cannot be pickled"):
@@ -214,7 +214,7 @@ def fails_between():
         receiver.begin()
         received.append(receiver.receive().batch)
         return received
-    sender = Sender(open_line(), owners)
+    sender = Sender(get_dispatch_group(), data_ranks)
     sender.begin()
     sender.send(sender.pack(["a"] * 3), None, False)
     with pytest.raises(TypeError, match="cannot be pickled") as caught:
@@ -222,7 +222,7 @@ def fails_between():
     sender.fail(caught.value)
     sender.begin()
     sender.send(sender.pack(["b"] * 3), None, True)
-    sender.leave()
+    sender.close()
     return []
 
 

@@ -82,7 +82,7 @@ def like_shards():
         makes = [
             lambda: DataLoader(range(length), size, drop_last=drop_last),  # noqa: B023
             lambda: DataLoader(Stream(length), size, drop_last=drop_last),  # noqa: B023
-            lambda: DataLoader(range(length), size, drop_last=drop_last, sampler=Unsized(length)),  # noqa: B023
+            lambda: DataLoader(range(length), size, drop_last=drop_last, sampler=Unsized(length)),  # noqa: B023,
         ]
         if length:
             makes.append(lambda: DataLoader(range(length), size, drop_last=drop_last, shuffle=True))  # noqa: B023

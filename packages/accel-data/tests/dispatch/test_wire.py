@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data.dispatch.wire import Packer, Unpacker, check_alike
+from accel_data.dispatch.wire import Packer, Unpacker, check_same_structure
 
 Pair = namedtuple("Pair", "left right")
 
@@ -21,7 +21,7 @@ class Example:
 def over(packer, unpacker, batch):
     """Take a batch over to the other side; return it and whether its structure went with it."""
     packet = packer.pack(batch)
-    unpacker.learn(packet.structure)
+    unpacker.set_structure(packet.structure)
     content = torch.cat([torch.empty(0, dtype=torch.uint8), *packet.tensors])
     assert packet.nbytes == len(packet.structure) + len(content)
     return unpacker.unpack(content), bool(packet.structure)
@@ -38,7 +38,7 @@ def test_the_structure_goes_once():
     assert sent == [True, False, False, False]
     assert over(packer, unpacker, {"x": torch.ones(3), "y": "text"})[1]  # another shape
     assert over(packer, unpacker, {"x": torch.ones(3), "y": "other"})[1]
-    packer.forget()
+    packer.reset()
     assert over(packer, unpacker, {"x": torch.ones(3), "y": "other"})[1]
 
 
@@ -113,8 +113,8 @@ ALIKE = [
 
 @pytest.mark.parametrize(("one", "other"), ALIKE)
 def test_values_may_differ_within_a_step(one, other):
-    check_alike([one, other, one])
-    check_alike([other, one])
+    check_same_structure([one, other, one])
+    check_same_structure([other, one])
 
 
 DIFFERENT = [
@@ -134,11 +134,11 @@ DIFFERENT = [
 @pytest.mark.parametrize(("one", "other", "text"), DIFFERENT)
 def test_structures_may_not_differ_within_a_step(one, other, text):
     with pytest.raises(TypeError) as caught:
-        check_alike([one, other])
+        check_same_structure([one, other])
     assert text in str(caught.value)
     assert "collate_fn" in str(caught.value)
     with pytest.raises(TypeError, match="for process 2"):
-        check_alike([one, one, other])
+        check_same_structure([one, one, other])
 
 
 SEQUENCES = st.lists(

@@ -8,9 +8,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader
-from accel_data.loader.iteration import noted
-from accel_data.loader.prefetch import Copy, SideStream, copied_ahead
-from accel_data.order.layout import Share
+from accel_data.loader.iteration import split_items
+from accel_data.loader.prefetch import Copy, SideStream, copy_ahead
+from accel_data.order.layout import EpochInfo
 from accel_state.devices.table import DEVICES
 from accel_world.devices import needs_cuda
 
@@ -75,17 +75,17 @@ class Noted:
     def __init__(self):
         self.log = []
 
-    def start(self, batch, fill):
+    def start(self, batch, step_rows):
         self.log.append(f"start {batch}")
-        return Copy(batch, None, fill)
+        return Copy(batch, None, step_rows)
 
     def finish(self, copy):
         self.log.append(f"finish {copy.batch}")
         return copy.batch
 
 
-def follow(batches, side, share=None):
-    for batch in copied_ahead(batches, share or Share(), side):
+def follow(batches, side, info=None):
+    for batch in copy_ahead(batches, info or EpochInfo(), side):
         side.log.append(f"use {batch}")
     return side.log
 
@@ -124,11 +124,11 @@ def test_an_error_comes_when_it_is_its_turn():
 
 def test_what_is_known_of_a_batch_stays_with_it():
     items = [("a", None, False), ("b", (2, 1), False), ("c", None, False), ("d", (1, 0), True)]
-    batches, share = noted(item for item in items)
-    seen = [(batch, share.now) for batch in copied_ahead(batches, share, Noted())]
+    batches, info = split_items(item for item in items)
+    seen = [(batch, info.current_rows) for batch in copy_ahead(batches, info, Noted())]
 
-    assert seen == [(batch, fill) for batch, fill, _ in items]
-    assert (share.num_batches, share.last) == (4, (1, 0))
+    assert seen == [(batch, step_rows) for batch, step_rows, _ in items]
+    assert (info.num_batches, info.last_rows) == (4, (1, 0))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import DataLoaderShard, prepare_data_loader
-from accel_data.order.detect_sharding import find_split
+from accel_data.order.detect_sharding import find_sharding
 from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -182,7 +182,7 @@ def test_what_is_for_another_process_is_refused(kind, place):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_what_is_shared_out_is_not_dispatched(kind):
-    with pytest.raises(ValueError, match="process 0 would hand out its own share only"):
+    with pytest.raises(ValueError, match="process 0 would send only its own shard"):
         prepare_data_loader(KINDS[kind](0, 2), num_processes=2, process_index=0, dispatch_batches=True)
 
 
@@ -212,7 +212,7 @@ def test_another_number_of_processes_cannot_go_on_with_shares(kind):
     loader = prepare_data_loader(KINDS[kind](0, 2), num_processes=2, process_index=0)
     state = loader.state_dict()
     again = prepare_data_loader(KINDS[kind](0, 3), num_processes=3, process_index=0)
-    with pytest.raises(ValueError, match=r"was divided over 2 processes .* it is divided over 3 processes"):
+    with pytest.raises(ValueError, match=r"was sharded over 2 processes .* it is sharded over 3 processes"):
         again.load_state_dict(state)
 
 
@@ -236,7 +236,7 @@ def test_nothing_is_found_in_other_loaders():
         DataLoader(Around(range(4))),
         DataLoader(torch.ones(3)),
     ):
-        assert find_split(loader) is None
+        assert find_sharding(loader) is None
 
 
 def refused(kind):
@@ -250,7 +250,7 @@ def refused(kind):
         "subset": lambda: DataLoader(Subset(range(12), list(range(rank, 12, 2))), 2),
     }[kind]
     with pytest.raises(
-        ValueError, match=r"is for process|do not\. Make|different data|different batch"
+        ValueError, match=r"is for process|is not\. Make|different data|different batch"
     ) as error:
         prepare_data_loader(make())
     return str(error.value)
@@ -260,7 +260,7 @@ def refused(kind):
     ("kind", "message"),
     [
         ("place", "its DistributedSampler is for process 0 of 2, but this is process 1 of 2"),
-        ("missing", r"of process 0 shares its data out already, but those of the processes \[1\] do not"),
+        ("missing", r"of process 0 is already sharded, but that of the processes \[1\] is not"),
         ("length", "12 on process 0, 13 on process 1"),
         ("batch size", "different batch sizes: 2 on process 0, 3 on process 1"),
         ("subset", "different data in their Subset .*Pass a seed to what shuffles or splits"),

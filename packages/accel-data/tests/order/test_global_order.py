@@ -169,10 +169,10 @@ def test_isolated_generators_go_on_where_they_stopped():
 
 
 def test_what_is_walked_may_have_to_be_agreed():
-    agreed = []
-    order_of([3, 1, 2], None, 0, lambda walk: agreed.append(walk()) or agreed[0])
+    orders = []
+    order_of([3, 1, 2], None, 0, lambda walk: orders.append(walk()) or orders[0])
 
-    assert agreed == [[3, 1, 2]]
+    assert orders == [[3, 1, 2]]
 
 
 def test_the_users_generator_is_found():

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.order.global_order import SeedableRandomSampler
-from accel_data.order.presharded_sampler import PresplitBatchSampler
+from accel_data.order.presharded_sampler import PreshardedBatchSampler
 from accel_data.order.samplers import AllShards, BatchSamplerShard
 
 
@@ -90,7 +90,7 @@ def test_shards_are_as_documented(case, kind, order):
 
         assert batches == expected[rank]
         if order != "unsized":
-            assert shard.share.num_batches == len(batches)
+            assert shard.epoch_info.num_batches == len(batches)
             # How short the last batch of another class is shows only when it is walked.
             guessed = kind is Declared and split and not even
             assert len(shard) - len(batches) in ((0, 1) if guessed else (0,))
@@ -125,14 +125,14 @@ def test_whole_batches_are_made_even_with_the_first_ones(sizes, processes, start
     for rank in range(processes):
         shard = BatchSamplerShard(Undeclared(batches) if is_sized else iter(batches), processes, rank)
         if is_sized:
-            assert shard.batches_of_each == (steps,) * processes
+            assert shard.batches_per_rank == (steps,) * processes
             assert len(shard) == steps
             shard.set_start(start // processes * processes)
         got = list(shard)
 
         assert got == dealt[rank::processes][shard.start // processes :]
         if got:
-            last = shard.share.last
+            last = shard.epoch_info.last_rows
             kept.append(got[-1][: None if last is None else last.real[rank]])
             assert last is None or last.rows[rank] == len(got[-1])
     if kept:
@@ -145,7 +145,7 @@ def test_a_longer_batch_than_declared_is_split_without_a_loss():
 
     def shard(rank):
         buckets = Buckets([[0, 1], [2, 3, 4, 5, 6], [7, 8]])
-        return list(BatchSamplerShard(buckets, 2, rank, True, even_batches=False, spread=True))
+        return list(BatchSamplerShard(buckets, 2, rank, True, even_batches=False, balance_last_step=True))
 
     assert [shard(0), shard(1)] == [[[0], [2, 3, 4], [7]], [[1], [5, 6], [8]]]
 
@@ -228,10 +228,12 @@ def shares_of_torchs_samplers():
         yield list(shard), len(shard)
 
 
-@pytest.mark.parametrize("walked", [BatchSampler, SequentialSampler, RandomSampler, SeedableRandomSampler])
-def test_torchs_samplers_are_never_walked(monkeypatch, walked):
+@pytest.mark.parametrize(
+    "order_sampler", [BatchSampler, SequentialSampler, RandomSampler, SeedableRandomSampler]
+)
+def test_torchs_samplers_are_never_walked(monkeypatch, order_sampler):
     expected = list(shares_of_torchs_samplers())
-    monkeypatch.setattr(walked, "__iter__", lambda self: pytest.fail("it is walked"))
+    monkeypatch.setattr(order_sampler, "__iter__", lambda self: pytest.fail("it is walked"))
 
     assert list(shares_of_torchs_samplers()) == expected
     assert [len(batches) for batches, _ in expected] == [3] * 3
@@ -273,10 +275,10 @@ def test_all_shards_take_turns(length, size, processes):
     def make(kind, *place):
         return list(kind(BatchSampler(SequentialSampler(range(length)), size, False), *place))
 
-    together = make(AllShards, processes, 0)
+    all_batches = make(AllShards, processes, 0)
     alone = [make(BatchSamplerShard, processes, rank) for rank in range(processes)]
 
-    assert together == [batch for step in zip(*alone, strict=True) for batch in step]
+    assert all_batches == [batch for step in zip(*alone, strict=True) for batch in step]
 
 
 @given(
@@ -286,10 +288,10 @@ def test_the_padding_of_a_distributed_sampler_is_known(length, size, processes, 
     kept, passed_over = [], []
     for rank in range(processes):
         sampler = DistributedSampler(range(length), processes, rank, shuffle=shuffle)
-        shard = PresplitBatchSampler(BatchSampler(sampler, size, drop_last), sampler, (rank, processes))
+        shard = PreshardedBatchSampler(BatchSampler(sampler, size, drop_last), sampler, (rank, processes))
         batches = list(shard)
-        if shard.share.last is not None:
-            batches[-1] = batches[-1][: shard.share.last.real[rank]]
+        if shard.epoch_info.last_rows is not None:
+            batches[-1] = batches[-1][: shard.epoch_info.last_rows.real[rank]]
         kept += [index for batch in batches for index in batch]
         shard.set_start(steps * shard.step_size)
         passed_over.append(list(shard))

@@ -211,7 +211,7 @@ def test_workers_that_live_on_start_the_next_epoch_at_its_beginning():
 
     assert whole_epoch([loader]) == list(range(4, 9))
     assert whole_epoch([loader]) == list(range(9))
-    loader._reads = None  # end the workers
+    loader._reader = None  # end the workers
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -353,9 +353,9 @@ def test_whole_batches_of_unknown_size_are_counted():
         ({"seed": None}, "that of an unshuffled loader, but this is a shuffled one"),
         ({"version": 9}, "Loader state of version 9"),
         ({"consumed": 21}, "consumed=21: an epoch of this loader has 20 samples"),
-        ({"consumed": -1}, "consumed=-1: it must be an integer from 0 on"),
+        ({"consumed": -1}, "consumed=-1: it must be an integer of at least 0"),
         ({"epoch": 1.5}, "epoch=1.5"),
-        ({"step_size": 0}, "step_size=0: it must be an integer from 1 on"),
+        ({"step_size": 0}, "step_size=0: it must be an integer of at least 1"),
         ({"batches": True}, "batches=True"),
         ({"ended": 1}, "ended=1: it must be True or False"),
     ],

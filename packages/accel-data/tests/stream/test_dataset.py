@@ -98,11 +98,13 @@ def test_a_pass_starts_at_any_sample(case, start):
             Stream(length), size, drop_last, processes, rank, split, even_batches=even
         )
         blocks = list(shard.blocks(start))
-        group = shard.share * processes
+        group = shard.per_rank_batch * processes
         for number, block in enumerate(blocks):
-            samples = block.samples[: block.fill.real[rank] if block.fill else None]
-            seen += [(start + number * group + rank * shard.share + i, s) for i, s in enumerate(samples)]
-            assert block.fill is None or number == len(blocks) - 1
+            samples = block.samples[: block.step_rows.real[rank] if block.step_rows else None]
+            seen += [
+                (start + number * group + rank * shard.per_rank_batch + i, s) for i, s in enumerate(samples)
+            ]
+            assert block.step_rows is None or number == len(blocks) - 1
 
     left = max(length - start, 0)
     assert sorted(seen) == [
@@ -120,7 +122,7 @@ def test_with_workers_each_sample_appears_once(kind, processes, length):
         seen += [
             sample
             for block in read_blocks(shard)
-            for sample in block.samples[: block.fill.real[rank] if block.fill else 4]
+            for sample in block.samples[: block.step_rows.real[rank] if block.step_rows else 4]
         ]
 
     assert sorted(seen) == list(range(length))
@@ -183,7 +185,7 @@ def test_the_worker_is_itself_again_after_the_first_sample():
 def test_whole_batches_are_counted_by_rows():
     shard = IterableDatasetShard(list(torch.arange(10).split(2)), 1, num_processes=2, process_index=1)
 
-    assert [block.fill for block in shard.blocks(counts_rows=True)] == [None, None, ((2, 0), (2, 2))]
+    assert [block.step_rows for block in shard.blocks(counts_rows=True)] == [None, None, ((2, 0), (2, 2))]
     assert [count_rows(item) for item in (torch.ones(3, 4), torch.tensor(1.0), "text")] == [3, 1, 1]
 
 

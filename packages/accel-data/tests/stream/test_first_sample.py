@@ -81,7 +81,7 @@ def test_a_stream_that_shards_itself_is_not_sharded_again(world, length, workers
     world.run(rejected_parts, length, workers, size=2)
 
 
-def hand_out(data, workers):
+def read_first(data, workers):
     rank = current_process().rank
     told = warns_once(UserWarning, r"SelfSharded asks for the rank.*presharded=True")
     loader = prepare_data_loader(DataLoader(data(12), 2, num_workers=workers))
@@ -91,8 +91,8 @@ def hand_out(data, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_shards_itself_is_told_where_process_0_reads_for_all(world, workers):
-    world.run(hand_out, SelfSharded, workers, size=2)
-    first, second = world.run(hand_out, Numbers, workers, size=2)
+    world.run(read_first, SelfSharded, workers, size=2)
+    first, second = world.run(read_first, Numbers, workers, size=2)
 
     assert sorted(first[0] + second[0]) == sorted(first[1] + second[1]) == list(range(12))
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accel_data import IterableDatasetShard, prepare_data_loader, skip_first_batches
-from accel_data.resume.stream_position import Mark, PartPosition, StreamPosition, Trail
+from accel_data.resume.stream_position import BlockPosition, PositionHistory, ShardPosition, StreamPosition
 from accel_data.stream.reader import Source, read
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -106,7 +106,7 @@ def flat(lists):
 
 
 def samples_of(found, rank):
-    return found.samples[: found.fill.real[rank] if found.fill else None]
+    return found.samples[: found.step_rows.real[rank] if found.step_rows else None]
 
 
 @given(
@@ -137,12 +137,12 @@ def test_a_stream_goes_on_on_other_processes_and_workers(kind, length, batch_siz
         marks = []
         steps = [[] for _ in range(stop)]
         for rank, shard in enumerate(shards(count)):
-            trail = Trail(place, 1)
+            history = PositionHistory(place, 1)
             reads = list(islice(blocks(shard, of, 0, place), stop))
             for number, found in enumerate(reads):
-                trail.add(found.mark, 0)
+                history.add(found.position, 0)
                 steps[number] += samples_of(found, rank)
-            marks.append(trail.place(len(reads)))
+            marks.append(history.position_after(len(reads)))
         seen += [sample for step in steps for sample in step]
         assert all(mark == marks[0] for mark in marks)
         place = marks[0] and StreamPosition.from_state(marks[0].to_state())
@@ -161,11 +161,11 @@ def test_another_place_is_found_from_a_place(kind, length, workers, stop, distan
     shard = IterableDatasetShard(KINDS[kind](length), 2)
     order = [samples_of(found, 0) for found in blocks(shard, workers[0])]
     reads = list(islice(blocks(shard, workers[0]), stop))
-    trail = Trail(None, 1)
+    history = PositionHistory(None, 1)
     for found in reads:
-        trail.add(found.mark, 0)
+        history.add(found.position, 0)
     steps = max(len(reads) + distance, 0)
-    place = trail.place(len(reads)).moved((steps - len(reads)) * 2, steps * 2)
+    place = history.position_after(len(reads)).moved((steps - len(reads)) * 2, steps * 2)
     rest = [samples_of(found, 0) for found in blocks(shard, workers[1], 0, place)]
 
     assert flat(rest) == flat(order[steps:])
@@ -173,7 +173,7 @@ def test_another_place_is_found_from_a_place(kind, length, workers, stop, distan
 
 @pytest.mark.parametrize("kind", [Stateful, DividedStateful])
 def test_skipped_samples_are_not_read_where_the_dataset_has_a_state(kind):
-    place = StreamPosition(2, 2, parts=(PartPosition(30, pickle.dumps({"next": 30})),))
+    place = StreamPosition(2, 2, parts=(ShardPosition(30, pickle.dumps({"next": 30})),))
     data = kind(40)
     shard = IterableDatasetShard(data, 2, even_batches=False)
     rest = [sample for found in shard.blocks(0, place) for sample in found.samples]
@@ -286,11 +286,11 @@ def test_workers_that_live_on_begin_the_next_epoch_at_its_start():
 
     assert batches(again) == [[2, 3], [4, 5], [6, 7], [8]]
     assert batches(again) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
-    again._reads = loader._reads = None  # end the workers
+    again._reader = loader._reader = None  # end the workers
 
 
 def test_padding_after_a_resume_is_that_of_the_uninterrupted_run():
-    def tails(start):
+    def last_batches(start):
         loaders = [prepared(Stateful(13), processes=2, rank=rank) for rank in range(2)]
         if start:
             iterator = iter(prepared(Stateful(13), processes=2))
@@ -301,7 +301,7 @@ def test_padding_after_a_resume_is_that_of_the_uninterrupted_run():
                 loader.load_state_dict(source.state_dict())
         return [batches(loader)[-1] for loader in loaders]
 
-    assert tails(0) == tails(2) == [[12, 0], [1, 2]]
+    assert last_batches(0) == last_batches(2) == [[12, 0], [1, 2]]
 
 
 def test_a_state_that_changes_while_it_is_read_is_copied():
@@ -317,20 +317,24 @@ def test_a_state_that_changes_while_it_is_read_is_copied():
     source = Source(Live(9))
     reading = read(source, 2, 0, None, False)
     reading.take(2)
-    mark = reading.mark()
+    position = reading.position()
     reading.take(9)
 
-    assert mark == StreamPosition(2, 2, parts=(PartPosition(2, pickle.dumps({"next": 2})),))
+    assert position == StreamPosition(2, 2, parts=(ShardPosition(2, pickle.dumps({"next": 2})),))
 
 
 def test_marks_of_workers_make_a_place():
-    trail = Trail(None, per_step=1)
+    history = PositionHistory(None, per_step=1)
     for number in range(5):
-        trail.add(Mark(number % 2, 2, 3, PartPosition(3 * (number // 2 + 1))), steps=0)
+        history.add(BlockPosition(number % 2, 2, 3, ShardPosition(3 * (number // 2 + 1))), steps=0)
 
-    assert trail.place(0) is None
-    assert trail.place(1) == StreamPosition(3, 3, 1, (PartPosition(3), PartPosition(0)), num_workers=2)
-    assert trail.place(3) == StreamPosition(3, 3, 1, (PartPosition(6), PartPosition(3)), num_workers=2)
+    assert history.position_after(0) is None
+    assert history.position_after(1) == StreamPosition(
+        3, 3, 1, (ShardPosition(3), ShardPosition(0)), num_workers=2
+    )
+    assert history.position_after(3) == StreamPosition(
+        3, 3, 1, (ShardPosition(6), ShardPosition(3)), num_workers=2
+    )
 
 
 @pytest.mark.parametrize(

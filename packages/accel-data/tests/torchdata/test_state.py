@@ -220,7 +220,7 @@ def test_states_that_are_not_whole_are_refused(change):
     _, state, _ = read_on(KINDS["in order"](StatefulDataLoader), 1)
     loader = prepared("in order")
 
-    with pytest.raises(ValueError, match=r"StatefulDataLoader is not whole|impossible number of batches"):
+    with pytest.raises(ValueError, match=r"StatefulDataLoader is incomplete|impossible number of batches"):
         loader.load_state_dict(state | change)
     assert flat(loader) == list(range(LENGTH))
 

@@ -1,1 +1,1 @@
-"""Loaders whose batches process 0 reads for all processes."""
+"""Loaders for which process 0 reads the batches of all processes."""

@@ -1,4 +1,4 @@
-"""The loader whose batches process 0 reads for all processes."""
+"""The loader for which process 0 reads the batches of all processes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_data.checks import check_divides
-from accel_data.dispatch.channel import ABSENT, Message, Receiver, Sender
-from accel_data.dispatch.sender import Link, Parts, hand_out
-from accel_data.dispatch.steps import Read, Round, Rounds, real_in
+from accel_data.checks import check_divisible
+from accel_data.dispatch.channel import NO_BATCH, Message, Receiver, Sender
+from accel_data.dispatch.sender import Connection, StepItems, send_step
+from accel_data.dispatch.steps import ReadBatch, Step, StepBuilder, split_real_rows
 from accel_data.loader.base import Unbatched, loader_settings
-from accel_data.loader.iteration import Item, PreparedLoader, look_ahead, noted
+from accel_data.loader.iteration import Item, PreparedLoader, split_items, with_last_flag
 from accel_data.loader.read_ahead import read_ahead
-from accel_data.order.layout import Layout, Share, StepRows
+from accel_data.order.layout import EpochInfo, Layout, StepRows
 from accel_data.order.mesh import find_data_ranks
 from accel_data.order.samplers import AllShards, BatchSamplerShard
-from accel_data.resume.cursor import Pass
-from accel_data.stream.dataset import IterableDatasetShard, WholeStream, count_rows
+from accel_data.resume.cursor import EpochRun
+from accel_data.stream.dataset import AllRanksStream, IterableDatasetShard, count_rows
 from accel_ops.debug import check_collectives
 from accel_ops.trees.tensors import slice_tensors
 from accel_state.logging.warning import warn
@@ -34,38 +34,38 @@ if TYPE_CHECKING:
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A DataLoader that is read by process 0 alone, which hands each process its batches.
+    """A DataLoader that only process 0 reads, which sends each process its batches.
 
-    Each process gets exactly what it would read by itself from a loader that shares out: batches are collated
-    one by one for their process. A process is sent its own batch only, in one message, with its structure
-    when that has changed. While a batch is used, a thread of process 0 reads and sends the next one (unless
-    reading uses the global random generators, so that what the user draws would depend on it).
+    Each process gets exactly the batches that it would read from a sharded loader: they are collated
+    separately for each process. A process receives only its own batch, in one message, with its structure if
+    that has changed. While a batch is used, a thread of process 0 reads and sends the next one (unless
+    reading uses the global random generators, as what the user draws would depend on it).
 
     Args:
         dataset: The dataset. Only process 0 reads it.
-        split_batches: Give each process a piece of every batch, not every n-th batch.
-        skip_batches: Number of batches to leave out at the beginning of every iteration.
-        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
-            with it.
+        split_batches: Split every batch over the processes, instead of giving each process every n-th batch.
+        skip_batches: Number of batches to skip at the beginning of every iteration.
+        use_stateful_dataloader: Make this an instance of torchdata's StatefulDataLoader, too, which can
+            exchange states with it.
         _drop_last: Whether an incomplete last step is dropped.
         _non_blocking: Do not wait for copies from pinned memory to the device.
-        slice_fn: Takes the part of one process out of a batch for all of them; called as `slice_fn(batch,
-            slice, process_index=..., num_processes=...)`. By default nothing is sliced, unless the dataset
-            gives whole batches and they are split.
-        torch_device_mesh: The mesh that the processes form; those that differ only along tp, cp and sp get
+        slice_fn: Slices the batch of one process out of a global batch; called as `slice_fn(batch, slice,
+            process_index=..., num_processes=...)`. By default nothing is sliced, unless the dataset yields
+            batches and they are split.
+        torch_device_mesh: The device mesh of the processes; those that differ only along tp, cp and sp get
             the same batches.
         iteration: Number of the first epoch.
-        even_batches: Complete an incomplete last step; see `prepare_data_loader`.
+        even_batches: Pad an incomplete last step; see `prepare_data_loader`.
         num_processes: Number of data-parallel processes; those that run by default. With 1, and neither
-            torch_device_mesh nor data_ranks, this process reads for itself alone.
-        data_ranks: The data-parallel rank of each process, where torch_device_mesh does not say it.
-        order_seed: Seeds the global generators while a sampler that may draw from them is walked.
+            torch_device_mesh nor data_ranks, this process reads only for itself.
+        data_ranks: The data-parallel rank of each process, if there is no torch_device_mesh.
+        order_seed: Seeds the global generators while a sampler that may draw from them is iterated.
         **kwargs: Further arguments of `DataLoaderShard` (device, rng_types, synchronized_generator,
             gradient_state) and of `torch.utils.data.DataLoader`.
 
     Attributes:
-        total_batch_size: Samples of one step, all processes together.
-        total_dataset_length: Length of the dataset, all processes together.
+        total_batch_size: Samples of one step over all processes.
+        total_dataset_length: Length of the full dataset.
     """
 
     def __init__(
@@ -87,14 +87,13 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         self._process = current_process()
-        self._owners = _owners(self._process, torch_device_mesh, num_processes, data_ranks)
-        self.num_processes = max(self._owners) + 1
+        self._data_ranks = _data_ranks(self._process, torch_device_mesh, num_processes, data_ranks)
+        self.num_processes = max(self._data_ranks) + 1
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.even_batches = even_batches and self.num_processes > 1
-        self._link = Link()
-        # All of these before the next call, in which torch's loader asks for the shard that is made of
-        # them.
+        self._connection = Connection()
+        # All of these before the next call, in which torch's loader uses the shard made from them.
         self._order_seed = order_seed
         super().__init__(
             dataset,
@@ -107,13 +106,13 @@ class DataLoaderDispatcher(PreparedLoader):
             **kwargs,
         )
         if isinstance(dataset, IterableDataset) and self.batch_size is not None and split_batches:
-            check_divides(self.batch_size, self.num_processes)
-            # torch forbids to set it on a loader.
+            check_divisible(self.batch_size, self.num_processes)
+            # torch forbids setting it on a loader.
             self.__dict__["batch_size"] = self.batch_size // self.num_processes
         if slice_fn is not None and self._unbatched and not split_batches:
             warn(
-                "slice_fn is ignored: the dataset gives whole batches, and each process gets one of them. "
-                "Pass split_batches=True to divide every batch over the processes.",
+                "slice_fn is ignored: the dataset yields batches, and each process gets one of them. "
+                "Pass split_batches=True to split every batch over the processes.",
             )
 
     def _num_batches(self) -> int:
@@ -150,7 +149,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if self.split_batches and unbatched:
             return AllShards(batch_sampler, even_batches=self.even_batches, seed=self._order_seed)
         cut = self.num_processes, 0, self.split_batches, self.even_batches
-        return AllShards(batch_sampler, *cut, spread=True, seed=self._order_seed)
+        return AllShards(batch_sampler, *cut, balance_last_step=True, seed=self._order_seed)
 
     def _stream_shard(self) -> IterableDatasetShard:
         dataset: Any = self.dataset
@@ -159,49 +158,53 @@ class DataLoaderDispatcher(PreparedLoader):
             return IterableDatasetShard(dataset, size, self.drop_last, even_batches=self.even_batches)
         place = self.num_processes, 0
         size *= self.num_processes if self.split_batches else 1
-        options = {"even_batches": self.even_batches, "spread": True, "joined": self.slice_fn is not None}
-        return WholeStream(dataset, size, self.drop_last, *place, self.split_batches, **options)
+        options = {
+            "even_batches": self.even_batches,
+            "balance_last_step": True,
+            "joins_step": self.slice_fn is not None,
+        }
+        return AllRanksStream(dataset, size, self.drop_last, *place, self.split_batches, **options)
 
-    def _start_pass(self) -> Pass:
+    def _start_run(self) -> EpochRun:
         try:
-            return super()._start_pass()
+            return super()._start_run()
         except Exception as error:
-            if self._process.is_main and len(self._owners) > 1 and dist.is_initialized():
-                sender = self._link.sender(self._owners)
+            if self._process.is_main and len(self._data_ranks) > 1 and dist.is_initialized():
+                sender = self._connection.sender(self._data_ranks)
                 sender.begin()
                 sender.fail(error)
             raise
 
-    def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
-        # One process by itself: nothing is sent, and a process group need not be there.
-        if len(self._owners) == 1:
+    def _read(self, run: EpochRun) -> tuple[Iterator[Any], EpochInfo]:
+        # A single process: nothing is sent, and no process group is needed.
+        if len(self._data_ranks) == 1:
             if self.slice_fn is None:
-                return super()._read(started)
-            return noted((parts[0], fill, last) for parts, fill, last in self._rounds(started))
+                return super()._read(run)
+            return split_items((batches[0], step_rows, last) for batches, step_rows, last in self._steps(run))
         if not dist.is_initialized():
             raise RuntimeError(
-                f"Process 0 cannot hand out batches to {self._process.world_size} processes: there is no "
+                f"ProcessInfo 0 cannot send batches to {self._process.world_size} processes: there is no "
                 "process group. Call torch.distributed.init_process_group (or make a PartialState or an "
                 "Accelerator) first, or pass dispatch_batches=False."
             )
-        return noted(self._lead(started) if self._process.is_main else self._follow(started))
+        return split_items(self._start_sending(run) if self._process.is_main else self._start_receiving(run))
 
-    def _lead(self, started: Pass) -> Generator[Item, None, None]:
-        """Start to read and hand out."""
-        sender = self._link.sender(self._owners)
-        # Before anything is read, so that the others get an error as well.
+    def _start_sending(self, run: EpochRun) -> Generator[Item, None, None]:
+        """Start reading and sending."""
+        sender = self._connection.sender(self._data_ranks)
+        # Before anything is read, so that errors reach the other processes.
         number = sender.begin()
         try:
-            rounds = self._rounds(started)
+            steps = self._steps(run)
         except Exception as error:
             sender.fail(error)
             raise
-        steps = read_ahead(partial(hand_out, rounds, sender, self.num_workers), self._process.device)
-        # The next pass closes it first: two of them must not read, or send, side by side.
-        self._link.reading = steps
-        return self._handed_out(steps, sender, number)
+        sent = read_ahead(partial(send_step, steps, sender, self.num_workers), self._process.device)
+        # The next run closes it first: two runs must not read or send at the same time.
+        self._connection.reading = sent
+        return self._send_all(sent, sender, number)
 
-    def _handed_out(
+    def _send_all(
         self, steps: Generator[Message, None, None], sender: Sender, number: int
     ) -> Generator[Item, None, None]:
         try:
@@ -215,20 +218,20 @@ class DataLoaderDispatcher(PreparedLoader):
                     return
         finally:
             steps.close()
-            # Otherwise a newer pass has begun, and the way belongs to it.
+            # Otherwise a newer run has begun and uses the connection.
             if sender.number == number:
-                sender.leave()
+                sender.close()
 
-    def _follow(self, started: Pass) -> Generator[Item, None, None]:
-        """Start to get what is handed out."""
-        receiver = self._link.receiver(self._owners)
+    def _start_receiving(self, run: EpochRun) -> Generator[Item, None, None]:
+        """Start receiving."""
+        receiver = self._connection.receiver(self._data_ranks)
         number = receiver.begin()
-        if self.generator is None and not started.resumed:
-            # Process 0 draws a seed for its workers here: the global generators stay alike.
+        if self.generator is None and not run.resumed:
+            # ProcessInfo 0 draws a seed for its workers here: keep the global generators equal.
             torch.empty((), dtype=torch.int64, device="cpu").random_()
-        return self._received(receiver, number)
+        return self._receive_all(receiver, number)
 
-    def _received(self, receiver: Receiver, number: int) -> Generator[Item, None, None]:
+    def _receive_all(self, receiver: Receiver, number: int) -> Generator[Item, None, None]:
         while True:
             self._check(receiver, number)
             message = receiver.receive()
@@ -241,82 +244,88 @@ class DataLoaderDispatcher(PreparedLoader):
     def _check(self, end: Sender | Receiver, number: int) -> None:
         if end.number != number:
             raise RuntimeError(
-                "Another iteration over this loader began while this one went on, and process 0 hands out "
+                "Another iteration over this loader began while this one went on, and process 0 sends "
                 "batches for one at a time. Prepare a second loader, or pass dispatch_batches=False."
             )
-        # A collective of debug mode: every process calls it before each batch.
+        # A collective of debug mode: all processes call it before each batch.
         if self._process.debug:
             check_collectives.check("dispatch", None, process=self._process)
 
-    def _rounds(self, started: Pass) -> Iterator[Parts]:
-        """Start to read the steps of a pass: the parts, the padding, and whether it is the last one."""
+    def _steps(self, run: EpochRun) -> Iterator[StepItems]:
+        """Start reading the steps of a run: batches, sizes, and whether it is the last one."""
         size = self.batch_size if self._shard is None else self._shard.local_batch_size
         size = None if self._unbatched else size
         slice_fn = self.slice_fn
         if self._unbatched:
             slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
-        # A sampler has completed its last step already, but for items of which it does not know the size.
+        # A sampler has already padded its last step, except for items of unknown size.
         even = self.even_batches if self._shard is None else self._unbatched and self._shard.even_batches
-        rounds = Rounds(self.num_processes, size, even, self._drop_last, slice_fn)
-        steps: Iterator[Parts]
+        builder = StepBuilder(self.num_processes, size, even, self._drop_last, slice_fn)
+        steps: Iterator[StepItems]
         if self._shard is None:
-            stream = self._stream(started, self._stream_shard())
-            reads = (Read(batch, fill) for batch, fill in stream)
-            steps = look_ahead(rounds.of(reads))
+            stream = self._stream(run, self._stream_shard())
+            reads = (ReadBatch(batch, step_rows) for batch, step_rows in stream)
+            steps = with_last_flag(builder.of(reads))
         else:
-            found = rounds.of(Read(batch, None) for batch in self._indexed(started))
-            steps = self._padded(found, self._shard, self._shard.share)
-        return ((parts, fill and StepRows.of(*fill), last) for parts, fill, last in steps)
+            built = builder.of(ReadBatch(batch, None) for batch in self._read_map_style(run))
+            steps = self._with_padding(built, self._shard, self._shard.epoch_info)
+        return ((batches, step_rows and StepRows.of(*step_rows), last) for batches, step_rows, last in steps)
 
-    def _padded(self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share) -> Iterator[Parts]:
+    def _with_padding(
+        self, steps: Iterator[Step], shard: BatchSamplerShard, info: EpochInfo
+    ) -> Iterator[StepItems]:
         if not shard.has_length:
-            steps: Iterator[Parts] = look_ahead(rounds)
+            items: Iterator[StepItems] = with_last_flag(steps)
         else:
-            # Asked for after the first round has been read: then the sampler has counted its batches.
-            steps = (
-                (*found, number * shard.num_processes >= (share.num_batches or 0))
-                for number, found in enumerate(rounds, 1)
+            # Evaluated after the first step has been read: then the sampler has counted its batches.
+            items = (
+                (*step, number * shard.num_processes >= (info.num_batches or 0))
+                for number, step in enumerate(steps, 1)
             )
-        for parts, fill, last in steps:
-            known = self._padding(Round(parts, fill), share.last) if last and share.last else fill
-            yield parts, known, last
+        for batches, step_rows, last in items:
+            known = (
+                self._last_step_rows(Step(batches, step_rows), info.last_rows)
+                if last and info.last_rows
+                else step_rows
+            )
+            yield batches, known, last
 
-    def _indexed(self, started: Pass) -> Iterator[Any]:
-        """Read a map-style dataset: the batches of all processes in turn, or joined if sliced later."""
+    def _read_map_style(self, run: EpochRun) -> Iterator[Any]:
+        """Read a map-style dataset: the batches of all ranks in turn, or joined if they are sliced later."""
         shard = self._shard
         assert isinstance(shard, AllShards)
-        if self._reads is None:
+        if self._reader is None:
             if isinstance(self.sampler, Unbatched):
                 sampling: dict[str, Any] = {"batch_size": None, "sampler": self.sampler}
             else:
                 name = "batch_sampler" if self.batch_sampler is not None else "sampler"
                 sampling = {name: JoinedBatches(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
-            # Kept for the next pass, so that persistent workers live on.
-            self._reads = DataLoader(self.dataset, **sampling, **loader_settings(self))
-        return self._open(self._reads, started)
+            # Kept for the next run, for persistent workers.
+            self._reader = DataLoader(self.dataset, **sampling, **loader_settings(self))
+        return self._open(self._reader, run)
 
     @property
     def _counts_items(self) -> bool:
         return False
 
-    def _padding(self, found: Round, known: StepRows) -> StepRows:
-        """Return what the processes have in the last step, from what the sampler knows of it."""
-        if self.slice_fn is not None and found.fill:
-            rows = found.fill.rows
-            return StepRows(real_in(sum(known.real), rows), rows)
+    def _last_step_rows(self, step: Step, known: StepRows) -> StepRows:
+        """Return the sizes in the last step, from those known to the sampler."""
+        if self.slice_fn is not None and step.step_rows:
+            rows = step.step_rows.rows
+            return StepRows(split_real_rows(sum(known.real), rows), rows)
         if not self._unbatched:
             return known
-        rows = tuple(0 if part is ABSENT else count_rows(part) for part in found.parts)
+        rows = tuple(0 if batch is NO_BATCH else count_rows(batch) for batch in step.batches)
         return StepRows(tuple(size if real else 0 for size, real in zip(rows, known.real, strict=True)), rows)
 
 
 class JoinedBatches:
-    """The batches of all processes of each step, joined to one.
+    """The batches of all ranks of each step, joined into one.
 
     Args:
-        shard: Gives the batches of all processes in turn.
-        count: How many make a step.
+        shard: Yields the batches of all ranks in turn.
+        count: Number of batches per step.
     """
 
     def __init__(self, shard: AllShards, count: int) -> None:
@@ -324,7 +333,7 @@ class JoinedBatches:
         self.count = count
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not a generator itself: iter() makes the share of this pass, which the loader reads right away.
+        # Not a generator: iter() makes the information about this epoch, which the loader reads immediately.
         return self._joined(iter(self.shard))
 
     def _joined(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
@@ -332,25 +341,25 @@ class JoinedBatches:
             yield [index for batch in group for index in batch]
 
 
-def _owners(
+def _data_ranks(
     process: ProcessInfo, mesh: DeviceMesh | None, num_processes: int | None, data_ranks: Sequence[int] | None
 ) -> list[int]:
-    """Return for each process of the run which data-parallel rank it has; [0] for a process by itself."""
+    """Return the data-parallel rank of each process of the run; [0] for a single process."""
     if num_processes == 1 and mesh is None and data_ranks is None:
         return [0]
     ranks = find_data_ranks(process.world_size, mesh, data_ranks)
-    parts = max(ranks.values()) + 1
-    if num_processes not in (None, parts):
+    size = max(ranks.values()) + 1
+    if num_processes not in (None, size):
         raise ValueError(
-            f"Batches cannot be handed out to num_processes={num_processes}: process 0 has {parts} to serve. "
-            "Leave num_processes out, say by data_ranks which processes get the same batches, or pass "
+            f"Batches cannot be sent to num_processes={num_processes}: process 0 has {size} to serve. Leave "
+            "num_processes out, pass data_ranks to say which processes get the same batches, or pass "
             "dispatch_batches=False."
         )
-    # A process that is in no part would wait for batches for ever.
+    # A process outside the mesh would wait for batches forever.
     if sorted(ranks) != list(range(process.world_size)):
         raise ValueError(
             f"torch_device_mesh has the processes {sorted(ranks)}, but {process.world_size} processes run: "
-            "process 0 can only hand out batches to all of them. Pass the whole mesh, or "
+            "process 0 can only send batches to all of them. Pass the full mesh, or "
             "dispatch_batches=False."
         )
     return [ranks[rank] for rank in range(process.world_size)]

@@ -1,4 +1,4 @@
-"""Sending each step that process 0 has read, over a connection that the loader keeps."""
+"""Sends each step that process 0 has read, over a connection that the loader keeps."""
 
 from __future__ import annotations
 
@@ -6,67 +6,67 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accel_data.checks import explained
-from accel_data.dispatch.channel import Message, Receiver, Sender, open_line
+from accel_data.checks import explain_worker_error
+from accel_data.dispatch.channel import Message, Receiver, Sender, get_dispatch_group
 from accel_data.order.layout import StepRows
 
-Parts = tuple[list[Any], StepRows | None, bool]
-"""The batches of all processes in one step, what is known of them, and whether it is the last step."""
+StepItems = tuple[list[Any], StepRows | None, bool]
+"""The batches of all ranks in one step, their sizes, and whether it is the last step."""
 
 
-def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Message | None:
-    """Read one step and send it. Whatever fails, the others get the error.
+def send_step(steps: Iterator[StepItems], sender: Sender, num_workers: int) -> Message | None:
+    """Read one step and send it. If that fails, the other processes get the error.
 
     Args:
-        rounds: What is read.
-        sender: Sends.
-        num_workers: Number of worker processes that read.
+        steps: The steps that are read.
+        sender: The sender.
+        num_workers: Number of worker processes.
 
     Returns:
-        What process 0 itself gets; None if there is no step.
+        The message for process 0 itself; None if there is no step.
     """
     try:
-        found = next(rounds, None)
-        # Packed before anything is sent: what fails up to here reaches the others as an error.
-        packets = sender.pack(found[0]) if found else {}
+        step = next(steps, None)
+        # Packed before anything is sent: errors up to here are sent to the other processes.
+        packets = sender.pack(step[0]) if step else {}
     except Exception as raised:
-        error = explained(raised, num_workers)
+        error = explain_worker_error(raised, num_workers)
         sender.fail(error)
         raise error from (None if error is raised else raised)
-    if found is None:
+    if step is None:
         sender.stop()
         return None
-    parts, fill, last = found
-    sender.send(packets, fill, last)
-    return Message(parts[0], fill, last)
+    batches, step_rows, last = step
+    sender.send(packets, step_rows, last)
+    return Message(batches[0], step_rows, last)
 
 
 @dataclass
-class Link:
-    """The way between process 0 and the others, which a loader shares with those made from it by skipping.
+class Connection:
+    """The connection between process 0 and the others, shared with loaders made from it by skipping batches.
 
     Args:
-        end: This process's end of it.
-        reading: What process 0 reads for the latest pass.
+        end: This process's side of it.
+        reading: What process 0 reads for the latest run.
     """
 
     end: Sender | Receiver | None = None
     reading: Generator[Message, None, None] | None = None
 
-    def sender(self, owners: list[int]) -> Sender:
-        """Return the end of process 0, when nothing is read for an older pass any more."""
-        # A loop that was left early may still have a thread that reads.
+    def sender(self, data_ranks: list[int]) -> Sender:
+        """Return the side of process 0, after reading for an older run has stopped."""
+        # A loop that was left early may still have a reading thread.
         if self.reading is not None:
             self.reading.close()
-        line = open_line()
-        # A new end after destroy_process_group and a new init: the line belongs to one process group.
-        if not isinstance(self.end, Sender) or self.end.line is not line:
-            self.end = Sender(line, owners)
+        dispatch_group = get_dispatch_group()
+        # A new one after destroy_process_group and a new init: the group belongs to one process group.
+        if not isinstance(self.end, Sender) or self.end.dispatch_group is not dispatch_group:
+            self.end = Sender(dispatch_group, data_ranks)
         return self.end
 
-    def receiver(self, owners: list[int]) -> Receiver:
-        """Return the end of another process."""
-        line = open_line()
-        if not isinstance(self.end, Receiver) or self.end.line is not line:
-            self.end = Receiver(line, owners)
+    def receiver(self, data_ranks: list[int]) -> Receiver:
+        """Return the side of another process."""
+        dispatch_group = get_dispatch_group()
+        if not isinstance(self.end, Receiver) or self.end.dispatch_group is not dispatch_group:
+            self.end = Receiver(dispatch_group, data_ranks)
         return self.end

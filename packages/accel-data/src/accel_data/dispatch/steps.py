@@ -1,7 +1,7 @@
-"""Steps of the batches that process 0 reads: one part for each process.
+"""Groups the batches that process 0 reads into steps: one batch per rank.
 
-Batches are read as the processes need them, each collated by itself, so that nothing has to be cut or joined.
-Only where a user's function slices, or where the dataset gives whole batches, rows are taken apart here.
+Batches are read and collated separately for each rank, so that nothing has to be sliced or concatenated. Rows
+are split here only for a user's slicing function, or if the dataset yields batches.
 """
 
 from __future__ import annotations
@@ -11,131 +11,130 @@ from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from typing import Any, NamedTuple
 
-from accel_data.dispatch.channel import ABSENT
-from accel_data.order.layout import StepRows, spread_out
+from accel_data.dispatch.channel import NO_BATCH
+from accel_data.order.layout import StepRows, split_evenly
 from accel_data.stream.dataset import count_rows
 from accel_ops.trees.tensors import concatenate, slice_tensors
 
 
-class Read(NamedTuple):
-    """A batch as process 0 has read it.
+class ReadBatch(NamedTuple):
+    """A batch that process 0 has read.
 
     Args:
         batch: The batch.
-        fill: What is in it, as of one process; None if all samples are real, as many as in any other.
+        step_rows: Its sizes, as of one rank; None if it is full and without padding.
     """
 
     batch: Any
-    fill: StepRows | None
+    step_rows: StepRows | None
 
 
-class Round(NamedTuple):
-    """One step of all processes.
+class Step(NamedTuple):
+    """One step of all ranks.
 
     Args:
-        parts: The batch of each process; `ABSENT` for a process that has none.
-        fill: What the processes have in it; may be None if every process has a full batch.
+        batches: The batch of each rank; `NO_BATCH` for a rank that has none.
+        step_rows: Their sizes; may be None if every rank has a full batch.
     """
 
-    parts: list[Any]
-    fill: StepRows | None
+    batches: list[Any]
+    step_rows: StepRows | None
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """How batches become rounds.
+class StepBuilder:
+    """Makes steps of batches.
 
     Args:
-        num_processes: Number of processes.
-        size: Samples of each batch of a process; None if the dataset gives whole batches of any size.
-        even: Give every process a batch in each round, by repeating the first ones of the epoch; of a batch
-            that is sliced, a piece of one size, by repeating its own rows.
-        drop_last: Drop a round that is not full.
-        slice_fn: Takes the part of a process out of a batch for all; None if each batch is that of one
-            process.
+        num_processes: Number of ranks.
+        size: Samples of each batch of a rank; None if the dataset yields batches of any size.
+        even_batches: Give every rank a batch in each step, by repeating the first ones of the epoch; if
+            batches are sliced, slices of equal size, by repeating rows of the batch.
+        drop_last: Drop an incomplete last step.
+        slice_fn: Slices the batch of one rank out of a global batch; None if each batch is for one rank.
     """
 
     num_processes: int
     size: int | None
-    even: bool
+    even_batches: bool
     drop_last: bool
     slice_fn: Callable[..., Any] | None
 
-    def of(self, reads: Iterator[Read]) -> Iterator[Round]:
-        """Make rounds of what is read.
+    def of(self, reads: Iterator[ReadBatch]) -> Iterator[Step]:
+        """Make steps of the batches that are read.
 
         Args:
-            reads: One batch per process and round; or one per round, if there is a slicing function.
+            reads: One batch per rank and step; or one per step, if there is a slicing function.
 
         Yields:
-            The rounds.
+            The steps.
         """
-        # Padding comes from the start of the epoch, as in a loader that every process reads by itself.
-        head: list[Read] = []
+        # Padding comes from the start of the epoch, as in a loader that every rank reads itself.
+        head: list[ReadBatch] = []
         count = 1 if self.slice_fn else self.num_processes
-        while group := list(islice(reads, count)):
-            head = head or group
+        while step_batches := list(islice(reads, count)):
+            head = head or step_batches
             if self.slice_fn is not None:
-                yield self._sliced(group[0])
-            elif len(group) == count or not self.drop_last:
-                yield self._dealt(group, head)
+                yield self._sliced(step_batches[0])
+            elif len(step_batches) == count or not self.drop_last:
+                yield self._one_batch_each(step_batches, head)
 
-    def _dealt(self, group: list[Read], head: list[Read]) -> Round:
-        parts = [read.batch for read in group]
-        rows = [self._rows(read) for read in group]
-        missing = self.num_processes - len(parts)
-        if not self.even:
+    def _one_batch_each(self, step_batches: list[ReadBatch], head: list[ReadBatch]) -> Step:
+        batches = [read.batch for read in step_batches]
+        rows = [self._rows(read) for read in step_batches]
+        missing = self.num_processes - len(batches)
+        if not self.even_batches:
             if not missing:
-                return Round(parts, None)
+                return Step(batches, None)
             rows += [0] * missing
-            return Round(parts + [ABSENT] * missing, StepRows(tuple(rows), tuple(rows)))
-        # Of a ready-made batch it is known whether it is padding: then none of its rows is real.
+            return Step(batches + [NO_BATCH] * missing, StepRows(tuple(rows), tuple(rows)))
+        # A batch of the dataset is either real or padding as a whole.
         real = [
-            size if read.fill is None else read.fill.real[0] * (size if self.size is None else 1)
-            for size, read in zip(rows, group, strict=True)
+            size if read.step_rows is None else read.step_rows.real[0] * (size if self.size is None else 1)
+            for size, read in zip(rows, step_batches, strict=True)
         ]
-        # A process without a batch gets one of padding alone, as every process has to take this step.
+        # A rank without a batch gets one that is only padding, as every rank must take this step.
         padding = list(islice(cycle(head), missing))
-        parts += [read.batch for read in padding]
-        return Round(parts, StepRows.of(real + [0] * missing, rows + [self._rows(read) for read in padding]))
+        batches += [read.batch for read in padding]
+        return Step(batches, StepRows.of(real + [0] * missing, rows + [self._rows(read) for read in padding]))
 
-    def _sliced(self, read: Read) -> Round:
+    def _sliced(self, read: ReadBatch) -> Step:
         assert self.slice_fn is not None
         batch, count = read.batch, self.num_processes
         rows = count_rows(batch)
-        real = read.fill.real[0] if read.fill else rows
-        # Up to the next multiple, so that all processes get pieces of one size.
-        if self.even and rows % count:
-            batch = extended(batch, rows, rows + -rows % count)
+        real = read.step_rows.real[0] if read.step_rows else rows
+        # Up to the next multiple, so that all ranks get slices of equal size.
+        if self.even_batches and rows % count:
+            batch = repeat_rows(batch, rows, rows + -rows % count)
             rows += -rows % count
-        sizes = spread_out(rows, count)
+        sizes = split_evenly(rows, count)
         places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        parts = [
-            self.slice_fn(batch, place, process_index=rank, num_processes=count) if sizes[rank] else ABSENT
+        batches = [
+            self.slice_fn(batch, place, process_index=rank, num_processes=count) if sizes[rank] else NO_BATCH
             for rank, place in enumerate(places)
         ]
-        return Round(parts, StepRows(real_in(real, sizes), sizes))
+        return Step(batches, StepRows(split_real_rows(real, sizes), sizes))
 
-    def _rows(self, read: Read) -> int:
+    def _rows(self, read: ReadBatch) -> int:
         if self.size is None:
             return count_rows(read.batch)
-        return self.size if read.fill is None else read.fill.rows[0]
+        return self.size if read.step_rows is None else read.step_rows.rows[0]
 
 
-def real_in(real: int, rows: Sequence[int]) -> tuple[int, ...]:
-    """Divide the first `real` samples of a step over processes that have so many rows of it in turn."""
+def split_real_rows(real: int, rows: Sequence[int]) -> tuple[int, ...]:
+    """Split the first `real` samples of a step over ranks with these numbers of rows."""
     starts = accumulate(rows[:-1], initial=0)
     return tuple(min(max(real - start, 0), size) for start, size in zip(starts, rows, strict=True))
 
 
-def extended(batch: Any, rows: int, wanted: int) -> Any:
-    """Repeat the rows of a batch, from its start, until there are as many as wanted."""
-    whole, part = divmod(wanted, rows)
+def repeat_rows(batch: Any, rows: int, wanted: int) -> Any:
+    """Repeat the rows of a batch, from its start, up to the wanted number."""
+    full, rest = divmod(wanted, rows)
     try:
-        return concatenate([batch] * whole + ([slice_tensors(batch, slice(0, part))] if part else []))
-    # What concatenating raises for parts of unlike types.
+        return concatenate([batch] * full + ([slice_tensors(batch, slice(0, rest))] if rest else []))
+    # Raised by concatenating incompatible types.
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"split_batches=True cannot pad a batch of {rows} rows to {wanted}, so that all processes get "
-            f"pieces of one size ({error}). Pass even_batches=False, or split_batches=False."
+            f"slices of equal size ({error}). Pass even_batches=False, or split_batches=False."
         ) from error

@@ -1,7 +1,7 @@
-"""A batch on the way: the bytes of its tensors, and the tree that they go back into.
+"""The wire format of a batch: the bytes of its tensors, and the tree of its structure.
 
-The tree, in which each tensor stands as its shape and dtype, travels pickled, and only when it differs from
-that of the batch before. Leaves that are no plain tensors travel inside of it.
+The tree, in which each tensor is replaced by its shape and dtype, is sent pickled, and only if it differs
+from that of the previous batch. Leaves that are not plain tensors are part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accel_ops.collectives.pack_sections import as_bytes
 from accel_ops.trees.tensors import TensorInformation, is_tensor_information
 from accel_ops.trees.walk import children, find_path, keys, recursively_apply
 
-# Leaves that several batches may share, as nobody can change them.
+# Immutable leaves, which several batches may share.
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
@@ -24,7 +24,7 @@ class Packet(NamedTuple):
     """A batch that is ready to be sent.
 
     Args:
-        structure: The pickled tree; empty if it is that of the batch before.
+        structure: The pickled tree; empty if it is that of the previous batch.
         tensors: The bytes of each tensor, shape (nbytes,), dtype uint8.
     """
 
@@ -33,16 +33,16 @@ class Packet(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the way."""
+        """Bytes to send."""
         return len(self.structure) + sum(map(len, self.tensors))
 
 
 class Packer:
-    """Makes packets of the batches of one receiver."""
+    """Packs the batches for one receiver."""
 
     def __init__(self) -> None:
         self._sent: bytes | None = None
-        self._outline: Any = None  # of what was sent; None if it has none
+        self._outline: Any = None  # of the last batch; None if it has none
 
     def pack(self, batch: Any) -> Packet:
         """Make a packet.
@@ -55,19 +55,19 @@ class Packer:
         """
         tensors: list[torch.Tensor] = []
         outline = _outline_of(batch, tensors)
-        # The usual case: nothing is pickled to see that the structure is that of before.
+        # The usual case: the structure is unchanged, which is detected without pickling.
         if outline is not None and outline == self._outline:
             return Packet(b"", tensors)
         self._outline = outline
-        # The walk above may have ended in the middle.
+        # The walk above may have stopped in the middle.
         tensors.clear()
 
-        def note(tensor: torch.Tensor) -> TensorInformation:
+        def to_information(tensor: torch.Tensor) -> TensorInformation:
             tensors.append(_as_bytes(tensor))
             return TensorInformation(tensor.shape, tensor.dtype)
 
-        # Tensors leave the tree, so that what is pickled is small, and the same from step to step.
-        tree = recursively_apply(note, batch, test_type=_is_plain)
+        # Tensors are removed from the tree, so that the pickle is small and the same for every step.
+        tree = recursively_apply(to_information, batch, test_type=_is_plain)
         try:
             structure = pickle.dumps(tree)
         except Exception as error:
@@ -77,20 +77,20 @@ class Packer:
         self._sent = structure
         return Packet(structure, tensors)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Send the structure with the next packet: the last one may not have arrived."""
         self._sent = self._outline = None
 
 
 class Unpacker:
-    """Makes batches of packets."""
+    """Unpacks batches."""
 
     def __init__(self) -> None:
         self._tree: Any = None
-        self._again = b""  # the pickled tree, if its leaves cannot be shared by batches
+        self._again = b""  # the pickled tree, if batches cannot share its leaves
 
-    def learn(self, structure: bytes) -> None:
-        """Take the structure of a packet; an empty one changes nothing."""
+    def set_structure(self, structure: bytes) -> None:
+        """Set the structure from a packet; an empty one changes nothing."""
         if structure:
             self._tree = pickle.loads(structure)
             self._again = b"" if find_path(self._tree, _is_mutable_leaf) is None else structure
@@ -98,29 +98,29 @@ class Unpacker:
             self._tree = pickle.loads(self._again)
 
     def unpack(self, content: torch.Tensor) -> Any:
-        """Make a batch.
+        """Unpack a batch.
 
         Args:
-            content: The bytes of its tensors, one after another: shape (nbytes,), dtype uint8.
+            content: The bytes of its tensors, concatenated: shape (nbytes,), dtype uint8.
 
         Returns:
-            The batch, with tensors of its own: a small one that is kept must not keep the whole buffer.
+            The batch. Its tensors are copies, so that a small one does not keep the full buffer alive.
         """
         position = 0
 
-        def fill(info: TensorInformation) -> torch.Tensor:
+        def read_tensor(info: TensorInformation) -> torch.Tensor:
             nonlocal position
             start, position = position, position + info.shape.numel() * info.dtype.itemsize
             return content[start:position].clone().view(info.dtype).view(info.shape)
 
-        return recursively_apply(fill, self._tree, test_type=is_tensor_information)
+        return recursively_apply(read_tensor, self._tree, test_type=is_tensor_information)
 
 
-def check_alike(batches: Sequence[Any]) -> None:
-    """Raise unless the batches of one step have containers of the same kind in the same places.
+def check_same_structure(batches: Sequence[Any]) -> None:
+    """Raise unless the batches of one step have the same types of containers in the same positions.
 
-    Shapes, the lengths of lists, and leaves (also None) may differ: what differs is what no code that runs
-    alike on all processes could expect.
+    Shapes, the lengths of lists, and leaves (also None) may differ, but no code that is the same on all
+    processes can handle other differences.
 
     Args:
         batches: One per process, at least one.
@@ -128,27 +128,27 @@ def check_alike(batches: Sequence[Any]) -> None:
     Raises:
         TypeError: If they differ.
     """
-    # Compared here, where all of them are: the processes that get them could only hang.
+    # Compared here, where all of them are available: the receiving processes could only hang.
     for rank, batch in enumerate(batches[1:], 1):
         found = _difference(batches[0], batch, "batch")
         if found:
             place, one, other = found
             raise TypeError(
                 f"The batches of one step differ in their structure: {place} is {one} for process 0, but "
-                f"{other} for process {rank}. Let the collate_fn return the same structure for all batches, "
+                f"{other} for process {rank}. Make the collate_fn return the same structure for all batches, "
                 "with None for what is missing, or pass dispatch_batches=False."
             )
 
 
 def _outline_of(batch: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return what equals that of another batch only if both have one structure; quick, for the usual batch.
+    """Return a value that is equal for batches of the same structure; fast, for the usual batch.
 
     Args:
         batch: The batch.
-        tensors: Gets the bytes of its tensors, as they go into a packet.
+        tensors: Receives the bytes of its tensors, as sent in a packet.
 
     Returns:
-        None if there is more in it than plain tensors in dicts with strings as keys, lists and tuples.
+        None if it contains anything but plain tensors in lists, tuples and dicts with string keys.
     """
     kind = type(batch)
     if kind is torch.Tensor:
@@ -230,7 +230,7 @@ def _fails_alone(node: Any) -> bool:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     usual = tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.requires_grad
-    if usual and not tensor.is_conj() and not tensor.is_neg():  # the same as below, in a third of the time
+    if usual and not tensor.is_conj() and not tensor.is_neg():  # as below, in a third of the time
         return tensor.view(-1).view(torch.uint8)
     return as_bytes(tensor.detach().cpu())
 

@@ -1,1 +1,1 @@
-"""Prepared loaders: what they have in common, and those that read their own share."""
+"""Prepared loaders: their base class, and those that read their own shard."""

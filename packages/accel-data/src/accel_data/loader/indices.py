@@ -1,4 +1,4 @@
-"""Which samples a prepared loader hands out: the indices of each batch, noted as its sampler gives them."""
+"""Records the sample indices of each batch of a prepared loader."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from accel_data.order.samplers import AllShards
 
 
 class IndexRecorder:
-    """Notes the indices of a loader's batches, in the order in which it hands them out.
+    """Records the indices of a loader's batches, in the order in which it yields them.
 
     Args:
-        loader: A prepared loader. One over a stream, and one that gets its batches from process 0, knows no
-            indices.
+        loader: A prepared loader. A loader over a stream, and one that gets its batches from process 0, has
+            no indices.
     """
 
     def __init__(self, loader: DataLoaderAdapter) -> None:
         self._loader = loader
-        self._noted: deque[Any] = deque()
+        self._recorded: deque[Any] = deque()
 
     def begin(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Begin a pass whose indices are noted.
+        """Begin an iteration whose indices are recorded.
 
         Args:
-            batches: The iterator of the pass, from which nothing was taken yet.
+            batches: The iterator, from which nothing was taken yet.
 
         Returns:
             Its batches.
         """
-        self._noted.clear()
+        self._recorded.clear()
         loader = self._loader
         shard = loader._shard
         if shard is None or isinstance(shard, AllShards):
@@ -39,9 +39,9 @@ class IndexRecorder:
             return
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        # For the first batch alone: torch takes the sampler there, and users see theirs afterwards. Past
-        # DataLoader.__setattr__, which raises for samplers once the loader is made.
-        loader.__dict__[name] = _Noting(sampler, self._noted)
+        # Only for the first batch: torch takes the sampler there, and users see theirs afterwards. Bypass
+        # DataLoader.__setattr__, which raises for samplers after __init__.
+        loader.__dict__[name] = _RecordingSampler(sampler, self._recorded)
         try:
             first = next(batches, self)
         finally:
@@ -51,23 +51,23 @@ class IndexRecorder:
             yield from batches
 
     def next(self) -> list[int] | None:
-        """Return the indices of the next batch, once per batch; None where they are not known."""
-        found = self._noted.popleft() if self._noted else None
-        found = [found] if isinstance(found, int) else found
-        if not isinstance(found, list) or not all(isinstance(item, int) for item in found):
+        """Return the indices of the next batch, once per batch; None if unknown."""
+        indices = self._recorded.popleft() if self._recorded else None
+        indices = [indices] if isinstance(indices, int) else indices
+        if not isinstance(indices, list) or not all(isinstance(item, int) for item in indices):
             return None
-        return found
+        return indices
 
 
-class _Noting:
-    """A sampler that notes what it gives."""
+class _RecordingSampler:
+    """A sampler that records what it yields."""
 
-    def __init__(self, sampler: Any, noted: deque[Any]) -> None:
-        self._sampler, self._noted = sampler, noted
+    def __init__(self, sampler: Any, split_items: deque[Any]) -> None:
+        self._sampler, self._recorded = sampler, split_items
 
     def __iter__(self) -> Iterator[Any]:
-        # Begun here, and not with the first index: a shard says of its latest pass how long it is.
-        return self._note(iter(self._sampler))
+        # Start here, not at the first index: this sets the shard's information about the epoch.
+        return self._record(iter(self._sampler))
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -75,7 +75,7 @@ class _Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def _note(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def _record(self, indices: Iterator[Any]) -> Iterator[Any]:
         for entry in indices:
-            self._noted.append(entry)
+            self._recorded.append(entry)
             yield entry

@@ -1,4 +1,4 @@
-"""Facts of the current batch, which a loader has while it is iterated."""
+"""Information about the current batch, available while a loader is iterated."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from accel_state.gradient import GradientState
 
 
 class DataLoaderStateMixin:
-    """Mixin with the facts of the current batch, while the loader is iterated.
+    """Mixin with information about the current batch while the loader is iterated.
 
     Attributes:
-        end_of_dataloader: Whether the batch at hand is the last one.
-        remainder: Real samples in the last step of all processes if that is not full, else 0; -1 where not
-            known.
-        real_samples: How many samples of each process in the step at hand are real, the rest being padding
-            at the end of that process's batch; None if nothing is padded and every process has a batch.
-        batch_rows: How many samples, padding included, each process has in this step, 0 if it has no batch;
-            None where real_samples is.
+        end_of_dataloader: Whether the current batch is the last one.
+        remainder: Real samples over all processes in an incomplete last step, 0 if it is full; -1 if unknown.
+        real_samples: Number of real samples of each process in the current step; the rest is padding at the
+            end of its batch. None if nothing is padded and every process has a batch.
+        batch_rows: Number of samples of each process in the current step, padding included; 0 if it has no
+            batch. None if real_samples is None.
         gradient_state: The state that is notified when iteration begins and ends.
     """
 
@@ -30,7 +29,7 @@ class DataLoaderStateMixin:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was known about the last batch."""
+        """Clear the information about the last batch."""
         self.end_of_dataloader = False
         self.remainder = -1
         self.real_samples = None
@@ -39,12 +38,12 @@ class DataLoaderStateMixin:
     def begin(self) -> None:
         """Begin an iteration: this loader becomes the active one of its gradient state."""
         self.reset()
-        # Known before the first batch where there is a length: loops ask for it at their beginning too.
+        # Known before the first batch if there is a length: loops also read it at their beginning.
         self.remainder = self._known_remainder()
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """End the iteration: the loader that was active before is so again."""
+        """End the iteration: the previously active loader becomes the active one again."""
         self.gradient_state._remove_dataloader(self)
 
     def _known_remainder(self) -> int:

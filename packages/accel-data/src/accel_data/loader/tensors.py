@@ -1,4 +1,4 @@
-"""Reading the batches of a `TensorDataset`: one call for each tensor, and not one for each sample."""
+"""Reading the batches of a `TensorDataset` with one call per tensor, instead of one per sample."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from accel_data.seeds import WithKey
+from accel_data.seeds import WorkerInit
 
 
 @contextmanager
-def reading_batches_at_once(loader: DataLoader[Any]) -> Iterator[None]:
-    """Let the iteration that starts inside read whole batches, where these are bit for bit the same.
+def batched_reads(loader: DataLoader[Any]) -> Iterator[None]:
+    """Make the iteration that starts inside read full batches at once, if they are bit-identical.
 
-    So it is for a plain `TensorDataset` of contiguous tensors in the CPU's memory that torch's own function
-    collates, in this process or in workers. For others nothing changes.
+    This holds for a plain `TensorDataset` of contiguous CPU tensors with torch's default collate function, in
+    this process or in workers. For other loaders nothing changes.
 
     Args:
         loader: The loader that is iterated.
     """
     dataset: Any = loader.dataset
     collate = loader.collate_fn
-    if not _can_be_read_at_once(loader):
+    if not _supports_batched_reads(loader):
         yield
         return
-    # Torch's iterator takes both when it starts; users see theirs afterwards. Past DataLoader.__setattr__,
-    # which raises for a dataset once the loader is made.
-    loader.__dict__.update(dataset=_Batches(dataset), collate_fn=_as_it_is)
+    # Torch's iterator takes both when it starts; users see theirs afterwards. Bypass DataLoader.__setattr__,
+    # which raises for a dataset after __init__.
+    loader.__dict__.update(dataset=_BatchedDataset(dataset), collate_fn=_identity)
     try:
         yield
     finally:
         loader.__dict__.update(dataset=dataset, collate_fn=collate)
 
 
-def _can_be_read_at_once(loader: DataLoader[Any]) -> bool:
+def _supports_batched_reads(loader: DataLoader[Any]) -> bool:
     # Exact types: a subclass may do anything with an index.
     return (
         type(loader.dataset) is TensorDataset
         and loader.collate_fn is default_collate
         and loader.batch_sampler is not None
-        and _users_init(loader) is None  # a worker's function can ask for the dataset
-        # Users may put functions of their own into this table.
+        and _user_worker_init(loader) is None  # the function may access the dataset
+        # Users may add functions to this table.
         and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
         and not any(isinstance((), kind) for kind in default_collate_fn_map)
         and all(map(_is_plain, loader.dataset.tensors))
     )
 
 
-def _users_init(loader: DataLoader[Any]) -> Any:
+def _user_worker_init(loader: DataLoader[Any]) -> Any:
     init: Any = loader.worker_init_fn
-    return init.init if isinstance(init, WithKey) else init
+    return init.init if isinstance(init, WorkerInit) else init
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -66,8 +66,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Batches:
-    """A stand-in for the dataset, from which torch's fetcher reads collated batches.
+class _BatchedDataset:
+    """Replaces the dataset, so that torch's fetcher reads collated batches.
 
     Args:
         dataset: The dataset.
@@ -87,5 +87,5 @@ class _Batches:
         return default_collate([self._dataset[index] for index in indices])
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

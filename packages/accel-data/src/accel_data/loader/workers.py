@@ -1,4 +1,4 @@
-"""Starting torch's own iteration over a loader, and handing on what its workers have read."""
+"""Starts torch's iteration over a loader, and tracks the positions of what its workers read."""
 
 from __future__ import annotations
 
@@ -7,65 +7,68 @@ from typing import Any
 
 import torch
 
-from accel_data.order.global_order import drawing_from
+from accel_data.order.global_order import default_device_of
 from accel_data.order.layout import StepRows
-from accel_data.resume.cursor import Pass
-from accel_data.resume.stream_position import Mark
-from accel_data.stream.first_sample import FirstSample, RankNotice, SampleComparison
+from accel_data.resume.cursor import EpochRun
+from accel_data.resume.stream_position import BlockPosition
+from accel_data.stream.first_sample import FirstSample, RankQueryWarning, SampleComparison
 from accel_state.process.gloo_threads import wait_for_gloo_threads
 
 
-def handed_on(
-    blocks: Iterator[Any], started: Pass, over: int, comparison: SampleComparison | RankNotice | None
+def track_positions(
+    blocks: Iterator[Any],
+    run: EpochRun,
+    num_skipped: int,
+    comparison: SampleComparison | RankQueryWarning | None,
 ) -> Iterator[tuple[Any, StepRows | None]]:
-    """Hand on what workers have read, and note where they were.
+    """Yield what workers have read, and record their positions.
 
     Args:
-        blocks: (fill, batch, mark) of each block.
-        started: The pass.
-        over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
-        comparison: Looks at the first sample.
+        blocks: (step_rows, batch, position) of each block.
+        run: The run over the loader.
+        num_skipped: Number of blocks to skip here if workers split the stream and cannot skip themselves.
+        comparison: Checks the first sample.
 
     Yields:
-        (batch, fill)
+        (batch, step_rows)
     """
-    trail = started.trail
-    assert trail is not None
-    for fill, batch, mark in blocks:
-        if isinstance(mark, FirstSample):  # from each worker; that of the first one counts
+    history = run.history
+    assert history is not None
+    for step_rows, batch, position in blocks:
+        if isinstance(position, FirstSample):  # one per worker; only the first is used
             if comparison is not None and not comparison.is_done:
-                comparison.compare(mark)
-        elif over and isinstance(mark, Mark):
-            over -= 1
-            trail.pass_over(mark)
+                comparison.compare(position)
+        elif num_skipped and isinstance(position, BlockPosition):
+            num_skipped -= 1
+            history.skip(position)
         else:
-            trail.add(mark, started.steps)
-            yield batch, fill and StepRows(*map(tuple, fill))  # pinning memory made lists of it
+            history.add(position, run.steps)
+            yield batch, step_rows and StepRows(*map(tuple, step_rows))  # pinning memory turned it into lists
 
 
-def opened(
-    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None, forks: bool
+def start_iteration(
+    start: Callable[[], Iterator[Any]], run: EpochRun, generator: torch.Generator | None, forks: bool
 ) -> Iterator[Any]:
-    """Start torch's own iteration, which draws a seed for the workers, by default from the global generator.
+    """Start torch's iteration, which draws a seed for the workers, by default from the global generator.
 
-    An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the
-    numbers drawn after it are those of the run that was not interrupted.
+    An epoch draws it once: resuming an epoch leaves the generator unchanged, so that the numbers drawn after
+    it are those of the uninterrupted run.
 
     Args:
         start: Starts the iteration.
-        started: The pass.
-        generator: Where the seed comes from; None for the global generator of the CPU.
-        forks: Whether processes that read ahead are started.
+        run: The run over the loader.
+        generator: The generator of the seed; None for the global generator of the CPU.
+        forks: Whether worker processes are started.
     """
     if forks:
-        # A thread of gloo that ends a collective locks Python's list of threads for a moment. A worker that
-        # is forked in this moment waits for that lock for ever: Python 3.11 takes it in the child
-        # (_PyEval_ReInitThreads) before it makes it anew (_PyRuntimeState_ReInitThreads).
+        # A gloo thread that ends a collective briefly locks Python's list of threads. A worker forked in this
+        # moment deadlocks: Python 3.11 takes the lock in the child (_PyEval_ReInitThreads) before it
+        # re-creates it (_PyRuntimeState_ReInitThreads).
         wait_for_gloo_threads()
-    with drawing_from(generator):
-        if not started.resumed:
+    with default_device_of(generator):
+        if not run.resumed:
             return start()
-        # The CPU's global generator, from which torch draws the base seed where the loader has none.
+        # The global CPU generator, from which torch draws the base seed if the loader has none.
         state = torch.get_rng_state()
         try:
             return start()

@@ -1,9 +1,9 @@
-"""The global order: which dataset index stands at which position of an epoch.
+"""The global order: which dataset index is at which position of an epoch.
 
-- An order is a function of (seed, epoch, position); the number of processes and workers has no part in it.
-- It is a range, one tensor, a list, or computed from a key, so that a process can cut out its share without
-  walking the rest.
-- Samplers that draw from the global random generators are walked under generators of their own.
+- An order is a function of (seed, epoch, position), independent of the number of processes and workers.
+- It is a range, one tensor, a list, or computed from a key, so that a rank can slice out its shard without
+  iterating the rest.
+- Samplers that draw from the global random generators are iterated under isolated generators.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from accel_data.order.mixing import mix_seed
 from accel_data.order.permutation import KeyedPermutation
 
 Order = range | torch.Tensor | KeyedPermutation | list[Any] | Iterator[Any]
-"""Random access (all but an iterator), or an iterator where the sampler has no length."""
+"""Random access (all but an iterator), or an iterator if the sampler has no length."""
 
 KEYED_FROM = 2**27
-"""Length of a dataset from which on its shuffled order is computed from a key unless asked for otherwise."""
+"""From this dataset length on, shuffled orders are computed from a key by default."""
 
 _CHUNK = 1024  # entries taken at once from a sampler without a length
-_PIECE = 8192  # entries of an order turned into a list at once
+_BLOCK = 8192  # entries of an order converted to a list at once
 
 
 def draw(sampler: RandomSampler, generator: torch.Generator, same_stream: bool = False) -> torch.Tensor:
     """Draw the order of a `RandomSampler` as one tensor.
 
     Args:
-        sampler: Says how long the dataset is, how many samples to draw, and whether to put them back.
-        generator: Where the numbers come from.
-        same_stream: Leave the generator as a complete walk over `sampler` would, which draws one more
-            permutation than it needs.
+        sampler: Has the length of the dataset, the number of samples to draw, and whether with replacement.
+        generator: The generator to draw from.
+        same_stream: Leave the generator in the state after a complete iteration over `sampler`, which draws
+            one more permutation than it needs.
 
     Returns:
-        Indices of shape (num_samples,); int32 where the dataset is short enough, to halve the memory.
+        Indices of shape (num_samples,); int32 if the dataset is short enough, to halve the memory.
     """
     length, wanted, device = len(sampler.data_source), sampler.num_samples, generator.device
     dtype = torch.int32 if length < 2**31 else torch.int64
     if sampler.replacement:
         return torch.randint(length, (wanted,), generator=generator, dtype=dtype, device=device).cpu()
-    # torch draws whole permutations, one after the other, and cuts the last one.
+    # torch draws complete permutations, one after the other, and truncates the last one.
     rounds = wanted // length + (1 if same_stream or wanted % length else 0)
     drawn = [
         torch.randperm(length, generator=generator, dtype=dtype, device=device).cpu() for _ in range(rounds)
@@ -55,8 +55,8 @@ def draw(sampler: RandomSampler, generator: torch.Generator, same_stream: bool =
     return drawn[0][:wanted] if wanted <= length else torch.cat(drawn)[:wanted]
 
 
-def drawing_from(generator: torch.Generator | None) -> AbstractContextManager[Any]:
-    """Have torch draw where a generator is, whatever its default device is.
+def default_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:
+    """Make torch draw on the device of a generator, whatever the default device is.
 
     Args:
         generator: The generator; None for the global one of the CPU.
@@ -69,9 +69,9 @@ def drawing_from(generator: torch.Generator | None) -> AbstractContextManager[An
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a function of its seed and of the epoch.
+    """A random sampler whose order is a function of its seed and the epoch.
 
-    A complete walk over it moves on to the next epoch; `set_epoch` chooses one.
+    A complete iteration advances it to the next epoch; `set_epoch` sets one.
 
     Args:
         *args: Those of `torch.utils.data.RandomSampler`.
@@ -92,7 +92,7 @@ class SeedableRandomSampler(RandomSampler):
         self.initial_seed = data_seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next.
+        """Set the epoch of the next iteration.
 
         Args:
             epoch: Its number, from 0.
@@ -100,7 +100,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def set_seed(self, seed: int) -> None:
-        """Choose the seed.
+        """Set the seed.
 
         Args:
             seed: The seed.
@@ -109,14 +109,14 @@ class SeedableRandomSampler(RandomSampler):
 
     @property
     def is_keyed(self) -> bool:
-        """Whether orders are computed from a key. Samples that may come twice are always drawn at once."""
+        """Whether orders are computed from a key. Samples that may repeat are always drawn at once."""
         length = len(self.data_source)
         if self.replacement or self.num_samples > length:
             return False
         return length >= KEYED_FROM if self._keyed is None else self._keyed
 
     def set_keyed(self, keyed: bool) -> None:
-        """Choose whether orders are computed from a key.
+        """Set whether orders are computed from a key.
 
         Args:
             keyed: See the class.
@@ -131,11 +131,11 @@ class SeedableRandomSampler(RandomSampler):
         return draw(self, self.generator_of(self.epoch))
 
     def generator_of(self, epoch: int) -> torch.Generator:
-        """Return the generator from which an epoch is drawn.
+        """Return the generator from which the order of an epoch is drawn.
 
         Args:
-            epoch: Its number. It is added to the seed, as accelerate and `DistributedSampler` do: with one
-                seed the order is theirs.
+            epoch: Its number. It is added to the seed, as accelerate and `DistributedSampler` do: with the
+                same seed the order is the same.
         """
         return torch.Generator().manual_seed((self.initial_seed + epoch) % 2**64)
 
@@ -145,39 +145,39 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class IsolatedRNG:
-    """The global random generators (torch on the CPU, random, and numpy where imported), apart.
+    """Isolates the global random generators (torch on the CPU, random, and numpy if imported).
 
-    Inside `with`, they are generators seeded with `seed`; outside, they are as if nothing had been drawn.
-    Used several times, it goes on where it stopped.
+    Inside `with`, they are seeded with `seed`; afterwards they are as if nothing had been drawn. When entered
+    again, it continues where it stopped.
 
     Args:
         seed: The 64-bit seed.
 
     Attributes:
-        entered: How often any was entered in this process.
+        times_entered: How often any instance was entered in this process.
     """
 
-    entered = 0
+    times_entered = 0
 
     def __init__(self, seed: int) -> None:
         self._seed: int | None = seed
-        self._inside: list[Any] = []
+        self._unwrapped: list[Any] = []
         self._outside: list[Any] = []
 
     def __enter__(self) -> IsolatedRNG:
-        # What reads ahead asks whether reading has used the global generators: states alone do not show it.
-        IsolatedRNG.entered += 1
+        # Read-ahead checks whether reading used the global generators: states alone do not show it.
+        IsolatedRNG.times_entered += 1
         self._outside = global_states()
         if self._seed is not None:
             for _, _, reseed in _global_rngs():
                 reseed(self._seed)
             self._seed = None
         else:
-            _set_all(self._inside)
+            _set_all(self._unwrapped)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._inside = global_states()
+        self._unwrapped = global_states()
         _set_all(self._outside)
 
 
@@ -185,53 +185,53 @@ def order_of(
     sampler: Iterable[Any],
     seed: int | None,
     epoch: int,
-    agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None,
+    verify: Callable[[Callable[[], list[Any]]], list[Any]] | None = None,
 ) -> Order:
     """Return the order in which a sampler visits a dataset in one epoch.
 
     Args:
         sampler: Any sampler; a batch sampler gives an order of batches.
-        seed: Seeds the global generators while a sampler that may draw from them is walked, together with
-            `epoch`; None leaves them as they are.
+        seed: With `epoch`, seeds the global generators while a sampler that may draw from them is iterated;
+            None leaves them as they are.
         epoch: Number of the epoch.
-        agreed: Called with the walk over a sampler that is not known here; returns its result, or raises on
-            all processes if they do not agree.
+        verify: Called with a function that lists the entries of a sampler of unknown type; returns its
+            result, or raises on all ranks if they differ.
 
     Returns:
-        A range, a tensor or a permutation for the samplers that allow it; else the list of what the sampler
-        gives, or an iterator if it has no length.
+        A range, a tensor or a permutation for the samplers that allow it; else a list of the entries, or an
+        iterator if the sampler has no length.
     """
     iterate = type(sampler).__iter__
-    # The method is asked for, and not the class alone: a subclass may give another order.
+    # Check the method, not only the class: a subclass may give another order.
     if isinstance(sampler, SequentialSampler) and iterate is SequentialSampler.__iter__:
         return range(len(sampler.data_source))
     if isinstance(sampler, SeedableRandomSampler) and iterate is SeedableRandomSampler.__iter__:
         return sampler.order()
     if isinstance(sampler, RandomSampler) and iterate is RandomSampler.__iter__:
         generator = sampler.generator
-        # With replacement torch draws in pieces of 32, which only a walk repeats exactly.
+        # With replacement torch draws blocks of 32, which only iterating it repeats exactly.
         if generator is not None and not sampler.replacement:
             return draw(sampler, generator, same_stream=True)
     isolated = None if seed is None else IsolatedRNG(mix_seed(seed, epoch))
-    # It may have no end, and a list of it would never be complete.
+    # It may be infinite, and a list of it would never be complete.
     if not hasattr(sampler, "__len__"):
         return _chunked(sampler, isolated)
 
     def listed() -> list[Any]:
-        with isolated or nullcontext(), drawing_from(sampler_generator(sampler)):
+        with isolated or nullcontext(), default_device_of(sampler_generator(sampler)):
             return list(sampler)
 
-    return listed() if agreed is None else agreed(listed)
+    return listed() if verify is None else verify(listed)
 
 
-def draws_at_once(sampler: Any) -> bool:
-    """Whether the order of a sampler is drawn by torch, as `draw` does it, or computed in its place."""
+def is_drawn_by_torch(sampler: Any) -> bool:
+    """Whether torch draws the order of a sampler, as `draw` does, or it is computed instead."""
     drawn = RandomSampler.__iter__, SeedableRandomSampler.__iter__
     return isinstance(sampler, RandomSampler) and type(sampler).__iter__ in drawn
 
 
 def sampler_generator(sampler: object) -> torch.Generator | None:
-    """Return the generator that the user gave to a sampler, or to the sampler inside of a batch sampler."""
+    """Return the user's generator of a sampler, or of the sampler inside a batch sampler."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         if isinstance(candidate, SeedableRandomSampler):
             return None  # its order comes from a seed
@@ -241,8 +241,8 @@ def sampler_generator(sampler: object) -> torch.Generator | None:
     return None
 
 
-def seeks(sampler: Any) -> bool:
-    """Whether a sampler's order is a function of what it holds, so that a walk may begin anywhere in it."""
+def can_seek(sampler: Any) -> bool:
+    """Whether a sampler's order is a function of its attributes, so that iteration can start anywhere."""
     iterate = type(sampler).__iter__ if isinstance(sampler, Sampler) else None
     return iterate in (SequentialSampler.__iter__, SeedableRandomSampler.__iter__)
 
@@ -250,15 +250,15 @@ def seeks(sampler: Any) -> bool:
 def take(order: range | torch.Tensor | KeyedPermutation | list[Any], positions: Sequence[int]) -> list[Any]:
     """Return the entries of an order at some positions."""
     if isinstance(order, (torch.Tensor, KeyedPermutation)):
-        places = torch.tensor(positions, dtype=torch.int64, device="cpu")
-        found = order[places] if isinstance(order, torch.Tensor) else order.at(places)
+        indices = torch.tensor(positions, dtype=torch.int64, device="cpu")
+        found = order[indices] if isinstance(order, torch.Tensor) else order.at(indices)
         taken: list[Any] = found.tolist()
         return taken
     return [order[position] for position in positions]
 
 
 def walk(order: Any, start: int = 0) -> Iterator[int]:
-    """Walk over an order from a position on.
+    """Iterate an order from a position on.
 
     Args:
         order: A range, a tensor or a permutation.
@@ -270,9 +270,9 @@ def walk(order: Any, start: int = 0) -> Iterator[int]:
     if isinstance(order, range):
         yield from order[start:]
         return
-    for first in range(start, len(order), _PIECE):
-        last = min(first + _PIECE, len(order))
-        # As Python's integers the whole order would take ten times the memory.
+    for first in range(start, len(order), _BLOCK):
+        last = min(first + _BLOCK, len(order))
+        # As Python integers the full order would take ten times the memory.
         if isinstance(order, torch.Tensor):
             yield from order[first:last].tolist()
         else:
@@ -282,9 +282,8 @@ def walk(order: Any, start: int = 0) -> Iterator[int]:
 def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[Any]:
     entries = iter(sampler)
     while True:
-        with isolated or nullcontext(), drawing_from(sampler_generator(sampler)):
-            # One at a time where nothing is isolated: what is drawn in advance would move the user's
-            # generators.
+        with isolated or nullcontext(), default_device_of(sampler_generator(sampler)):
+            # One at a time if nothing is isolated: drawing in advance would advance the user's generators.
             chunk = list(islice(entries, _CHUNK if isolated else 1))
         if not chunk:
             return
@@ -292,7 +291,7 @@ def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[A
 
 
 _GlobalRNG = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
-"""How one of the global generators is read, set and seeded."""
+"""Functions that get, set and seed one of the global generators."""
 
 
 def _global_rngs() -> list[_GlobalRNG]:
@@ -301,7 +300,7 @@ def _global_rngs() -> list[_GlobalRNG]:
         (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
         (random.getstate, random.setstate, random.seed),
     ]
-    if "numpy" in sys.modules:  # else nobody has drawn from it
+    if "numpy" in sys.modules:  # else nothing has drawn from it
         numpy = sys.modules["numpy"].random
         rngs.append((numpy.get_state, numpy.set_state, lambda seed: numpy.seed(seed % 2**32)))
     return rngs

@@ -1,7 +1,7 @@
-"""Which positions of the global order each process gets at each step: arithmetic, and cutting out a share.
+"""Which positions of the global order each rank gets at each step: arithmetic, and slicing out a shard.
 
-One step hands `share` positions to every process: process 0 the first ones, process 1 the next, and so on.
-When the positions end inside a step, the step is dropped, padded, or left uneven.
+One step gives `per_rank_batch` positions to every rank: rank 0 the first ones, rank 1 the next, and so on.
+If the positions end inside a step, that step is dropped, padded, or left uneven.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from accel_data.order.global_order import Order, take
 from accel_data.order.permutation import KeyedPermutation
 
-_ENTRIES = 2048  # turned into lists at once; more would leave the processor's cache before they are used
-_COMPUTED = 8192  # of an order that is computed, whose calls have to pay for themselves
+_ENTRIES = 2048  # turned into lists at once; more would leave the CPU cache before they are used
+_COMPUTED = 8192  # the same for computed orders, where each call has a fixed cost
 
 
 class StepRows(NamedTuple):
-    """The sizes of all processes' batches in a step that is padded, or in which a process has no batch.
+    """The batch size of every rank in a step that is padded, or in which a rank has no batch.
 
     Args:
-        real: Entries of each process that are no padding. The padding is at the end of its batch.
-        rows: Entries of each process, padding included; 0 for a process that has no batch.
+        real: Entries of each rank without padding. The padding is at the end of its batch.
+        rows: Entries of each rank, padding included; 0 for a rank that has no batch.
     """
 
     real: tuple[int, ...]
@@ -35,276 +35,292 @@ class StepRows(NamedTuple):
 
     @classmethod
     def of(cls, real: Sequence[int], rows: Sequence[int]) -> StepRows | None:
-        """Return what is to be known of a step: None if nothing is padded and every process has a batch."""
-        fill = cls(tuple(real), tuple(rows))
-        return None if fill.real == fill.rows and all(fill.rows) else fill
+        """Make one; None if nothing is padded and every rank has a batch."""
+        step_rows = cls(tuple(real), tuple(rows))
+        return None if step_rows.real == step_rows.rows and all(step_rows.rows) else step_rows
 
 
 @dataclass
-class Share:
-    """The length of one pass over a sampler; filled in while it is walked.
+class EpochInfo:
+    """Number of batches and last-step padding of one epoch, set while iterating.
 
     Args:
-        num_batches: Number of batches; None until it is known.
-        last: The fill of the last batch's step.
-        now: That of the batch at hand, where it is not known before.
+        num_batches: Number of batches; None until known.
+        last_rows: The sizes in the last step.
+        current_rows: The sizes in the current step, if they are not known in advance.
     """
 
     num_batches: int | None = None
-    last: StepRows | None = None
-    now: StepRows | None = None
+    last_rows: StepRows | None = None
+    current_rows: StepRows | None = None
 
 
-def spread_out(count: int, num_processes: int) -> tuple[int, ...]:
-    """Divide a number of entries over the processes, as equally as can be; the first ones get more."""
+def split_evenly(count: int, num_processes: int) -> tuple[int, ...]:
+    """Split a number of entries over the ranks as evenly as possible; the first ranks get more."""
     each, more = divmod(count, num_processes)
     return (each + 1,) * more + (each,) * (num_processes - more)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an order is cut.
+    """How an order is split into steps and batches.
 
     Args:
-        share: Positions that each process gets per step.
-        num_processes: Number of processes.
-        drop_last: Drop a step that is not full.
-        even: Pad a step that is not full, so that all processes have equally many entries.
+        per_rank_batch: Positions that each rank gets per step.
+        num_processes: Number of ranks.
+        drop_last: Drop an incomplete last step.
+        even_batches: Pad an incomplete last step, so that all ranks have equally many entries.
         start: Position of the first step.
-        spread: Share out a step that is not full as equally as can be, and pad it with its own entries,
-            each equally often where that takes no more than `share` on a process. Otherwise the first
-            processes have `share` entries in it, and it is padded from the start of the order.
+        balance_last_step: Split an incomplete last step as evenly as possible, and pad it with its own
+            entries, each equally often if that takes at most `per_rank_batch` entries per rank. Otherwise the
+            first ranks have `per_rank_batch` entries in it, and it is padded from the start of the order.
     """
 
-    share: int
+    per_rank_batch: int
     num_processes: int
     drop_last: bool
-    even: bool
+    even_batches: bool
     start: int = 0
-    spread: bool = False
+    balance_last_step: bool = False
 
     @cached_property
-    def group(self) -> int:
-        """Positions of one step, all processes together."""
-        return self.share * self.num_processes
+    def step_size(self) -> int:
+        """Positions of one step over all ranks."""
+        return self.per_rank_batch * self.num_processes
 
-    def tail(self, length: int) -> int:
-        """Positions in the last step if that is not full, else 0."""
-        return max(length - self.start, 0) % self.group
+    def remainder(self, length: int) -> int:
+        """Positions in the last step if it is incomplete, else 0."""
+        return max(length - self.start, 0) % self.step_size
 
     def num_batches(self, length: int, rank: int | None) -> int:
-        """Steps that a process takes; batches of all processes together for None."""
-        full, more = self._full(length), self._num_in_tail(self.tail(length))
+        """Steps of a rank; for None, batches of all ranks."""
+        full, more = self._num_full_steps(length), self._num_ranks_in_last_step(self.remainder(length))
         return full * self.num_processes + more if rank is None else full + (rank < more)
 
-    def batches_of_each(self, length: int) -> tuple[int, ...]:
-        """Steps that each process takes."""
-        full, more = self._full(length), self._num_in_tail(self.tail(length))
+    def batches_per_rank(self, length: int) -> tuple[int, ...]:
+        """Steps of each rank."""
+        full, more = self._num_full_steps(length), self._num_ranks_in_last_step(self.remainder(length))
         return (full + 1,) * more + (full,) * (self.num_processes - more)
 
-    def real_sizes(self, tail: int) -> tuple[int, ...]:
-        """Real entries of each process in a last step of `tail` positions."""
-        if self.spread and not self.even:
-            return spread_out(tail, self.num_processes)
-        full, part = divmod(tail, self._piece(tail))
-        some = (part,) if part else ()
-        return (self._piece(tail),) * full + some + (0,) * (self.num_processes - full - len(some))
+    def real_sizes(self, remainder: int) -> tuple[int, ...]:
+        """Real entries of each rank in a last step of `remainder` positions."""
+        if self.balance_last_step and not self.even_batches:
+            return split_evenly(remainder, self.num_processes)
+        full, rest = divmod(remainder, self._padded_batch_size(remainder))
+        some = (rest,) if rest else ()
+        return (
+            (self._padded_batch_size(remainder),) * full
+            + some
+            + (0,) * (self.num_processes - full - len(some))
+        )
 
-    def tail_sizes(self, tail: int) -> tuple[int, ...]:
-        """Entries of each process, padding included, in a last step of `tail` positions."""
-        if tail == 0 or self.drop_last:
+    def last_step_sizes(self, remainder: int) -> tuple[int, ...]:
+        """Entries of each rank, padding included, in a last step of `remainder` positions."""
+        if remainder == 0 or self.drop_last:
             return (0,) * self.num_processes
-        return (self._piece(tail),) * self.num_processes if self.even else self.real_sizes(tail)
+        return (
+            (self._padded_batch_size(remainder),) * self.num_processes
+            if self.even_batches
+            else self.real_sizes(remainder)
+        )
 
-    def fill(self, tail: int, rank: int | None) -> StepRows | None:
-        """The fill of a last step of `tail` positions, if the process (None for all) takes part in it."""
-        sizes = self.tail_sizes(tail)
-        is_there = any(sizes) if rank is None else sizes[rank] > 0
-        return StepRows.of(self.real_sizes(tail), sizes) if is_there else None
+    def step_rows(self, remainder: int, rank: int | None) -> StepRows | None:
+        """The sizes in a last step of `remainder` positions, if the rank (None for any) has a batch in it."""
+        sizes = self.last_step_sizes(remainder)
+        has_batch = any(sizes) if rank is None else sizes[rank] > 0
+        return StepRows.of(self.real_sizes(remainder), sizes) if has_batch else None
 
-    def places(self, tail: int, rank: int) -> range:
-        """Places of a process in a last step of `tail` positions, padding included; see `position`."""
-        if rank >= self._num_in_tail(tail):
+    def slots(self, remainder: int, rank: int) -> range:
+        """Slots of a rank in a last step of `remainder` positions, padding included; see `position`."""
+        if rank >= self._num_ranks_in_last_step(remainder):
             return range(0)
-        if self.spread and not self.even:
-            each, more = divmod(tail, self.num_processes)
+        if self.balance_last_step and not self.even_batches:
+            each, more = divmod(remainder, self.num_processes)
             first = rank * each + min(rank, more)
             return range(first, first + each + (rank < more))
-        piece = self._piece(tail)
-        last = (rank + 1) * piece
-        return range(rank * piece, last if self.even else min(last, tail))
+        piece = self._padded_batch_size(remainder)
+        end = (rank + 1) * piece
+        return range(rank * piece, end if self.even_batches else min(end, remainder))
 
-    def position(self, place: int, tail: int, length: int) -> int:
-        """Position of a place in a last step of `tail` positions; from `tail` on a place is padding."""
-        if place < tail or self.spread:
-            return length - tail + place % tail
-        return (place - tail) % length
+    def position(self, slot: int, remainder: int, length: int) -> int:
+        """Position of a slot in a last step of `remainder` positions; from `remainder` on it is padding."""
+        if slot < remainder or self.balance_last_step:
+            return length - remainder + slot % remainder
+        return (slot - remainder) % length
 
-    def deal(self, entries: list[Any], head: list[Any], rank: int | None) -> list[list[Any]]:
-        """Cut one step.
+    def split_step(self, entries: list[Any], head: list[Any], rank: int | None) -> list[list[Any]]:
+        """Split one step into batches.
 
         Args:
             entries: Its entries, without padding.
-            head: The first ones of the order.
-            rank: The process; None for all of them.
+            head: The first entries of the order.
+            rank: The rank; None for all ranks.
 
         Returns:
-            The batches of those processes that have one.
+            The batches of the ranks that have one.
         """
-        share, tail = self.share, len(entries)
-        if tail == self.group and rank is not None:
-            return [entries[rank * share : (rank + 1) * share]]
+        per_rank_batch, remainder = self.per_rank_batch, len(entries)
+        if remainder == self.step_size and rank is not None:
+            return [entries[rank * per_rank_batch : (rank + 1) * per_rank_batch]]
         ranks = range(self.num_processes) if rank is None else (rank,)
-        if tail == self.group:
-            return [entries[rank * share : (rank + 1) * share] for rank in ranks]
-        sizes = self.tail_sizes(tail)
-        source = entries if self.spread else head
-        # Padding follows the real entries of the step, so that they come first on every process.
-        entries = entries + [source[i % len(source)] for i in range(sum(sizes) - tail)]
+        if remainder == self.step_size:
+            return [entries[rank * per_rank_batch : (rank + 1) * per_rank_batch] for rank in ranks]
+        sizes = self.last_step_sizes(remainder)
+        source = entries if self.balance_last_step else head
+        # Padding follows the real entries of the step, so that they come first on every rank.
+        entries = entries + [source[i % len(source)] for i in range(sum(sizes) - remainder)]
         ends = list(accumulate(sizes))
         return [entries[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks if sizes[rank]]
 
-    def _full(self, length: int) -> int:
+    def _num_full_steps(self, length: int) -> int:
         """Number of full steps."""
-        return max(length - self.start, 0) // self.group
+        return max(length - self.start, 0) // self.step_size
 
-    def _num_in_tail(self, tail: int) -> int:
-        """Number of processes, the first ones, that have something of a last step of `tail` positions."""
-        if tail == 0 or self.drop_last:
+    def _num_ranks_in_last_step(self, remainder: int) -> int:
+        """Number of ranks (the first ones) with a batch in a last step of `remainder` positions."""
+        if remainder == 0 or self.drop_last:
             return 0
-        if self.even:
+        if self.even_batches:
             return self.num_processes
-        return min(tail, self.num_processes) if self.spread else -(-tail // self.share)
+        return (
+            min(remainder, self.num_processes)
+            if self.balance_last_step
+            else -(-remainder // self.per_rank_batch)
+        )
 
-    def _piece(self, tail: int) -> int:
-        """Entries of each process in a padded last step of `tail` positions."""
-        if not (self.spread and self.even and tail):
-            return self.share
-        alike = tail // math.gcd(tail, self.num_processes)  # each entry is there equally often
-        return alike if alike <= self.share else -(-tail // self.num_processes)
+    def _padded_batch_size(self, remainder: int) -> int:
+        """Entries of each rank in a padded last step of `remainder` positions."""
+        if not (self.balance_last_step and self.even_batches and remainder):
+            return self.per_rank_batch
+        balanced = remainder // math.gcd(remainder, self.num_processes)  # each entry occurs equally often
+        return balanced if balanced <= self.per_rank_batch else -(-remainder // self.num_processes)
 
 
 def cut(
     order: Order,
     layout: Layout,
     rank: int | None,
-    share: Share,
+    info: EpochInfo,
     count: Callable[[Any], int] | None = None,
 ) -> Iterator[list[Any]]:
-    """Cut the batches of one process out of a global order.
+    """Slice the batches of one rank out of a global order.
 
     Args:
         order: The global order.
-        layout: How it is cut.
-        rank: The process; None for all of them, step by step.
-        share: Gets the number of batches and the padding: at once where the order has a length, else at its
-            end.
-        count: Returns how many samples an entry stands for; by default each is one.
+        layout: How it is split.
+        rank: The rank; None for all ranks, step by step.
+        info: Receives the number of batches and the padding: immediately if the order has a length, else at
+            its end.
+        count: Returns how many samples an entry stands for; by default one.
 
     Yields:
         Lists of entries of the order.
     """
     if isinstance(order, Iterator):
-        yield from _cut_stream(order, layout, rank, share, count)
+        yield from _cut_stream(order, layout, rank, info, count)
         return
     length = len(order)
-    # Before the first batch is given: who takes it has to know which one is the last.
-    share.num_batches = layout.num_batches(length, rank)
+    # Before the first batch is yielded: the consumer has to know which one is the last.
+    info.num_batches = layout.num_batches(length, rank)
     if isinstance(order, torch.Tensor):
-        # Taken now, as the order itself is dropped below.
-        tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
+        # Taken now, as the order is deleted below.
+        last_batches = [take(order, positions) for positions in _last_step_positions(layout, length, rank)]
         rows = _rows(order, layout, rank)
-        del order  # at most this process's share stays in memory
-        many = max(_ENTRIES // layout.share, 1)
-        for first in range(0, len(rows), many):
-            yield from rows[first : first + many].tolist()
+        del order  # at most this rank's shard stays in memory
+        num_rows = max(_ENTRIES // layout.per_rank_batch, 1)
+        for first in range(0, len(rows), num_rows):
+            yield from rows[first : first + num_rows].tolist()
     else:
         yield from _full_batches(order, layout, rank)
-        tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
-    if tails:
-        # Not before the last step: it has an entry for each process, of which there may be many thousands.
-        share.last = layout.fill(layout.tail(length), rank)
-    if share.last and count:
+        last_batches = [take(order, positions) for positions in _last_step_positions(layout, length, rank)]
+    if last_batches:
+        # Not before the last step: it has an entry for each of possibly thousands of ranks.
+        info.last_rows = layout.step_rows(layout.remainder(length), rank)
+    if info.last_rows and count:
         assert isinstance(order, list)  # of batches
-        parts = [take(order, positions) for positions in _tail_positions(layout, length, None)]
-        share.last = counted(share.last, parts, count)
-    yield from tails
+        batches = [take(order, positions) for positions in _last_step_positions(layout, length, None)]
+        info.last_rows = count_samples(info.last_rows, batches, count)
+    yield from last_batches
 
 
 def _full_batches(
     order: range | KeyedPermutation | list[Any], layout: Layout, rank: int | None
 ) -> Iterator[list[Any]]:
-    """Cut the batches of all steps but one that is not full."""
-    starts, share = _starts(layout, len(order), rank), layout.share
+    """Slice the batches of all full steps."""
+    starts, per_rank_batch = _starts(layout, len(order), rank), layout.per_rank_batch
     if isinstance(order, list):
         for position in starts:
-            yield order[position : position + share]
+            yield order[position : position + per_rank_batch]
         return
-    # One call makes many batches: to count in Python costs as much for each sample. Few come first, so
-    # that an epoch begins at once.
-    first, many = 0, max(_ENTRIES // share, 1)
+    # One call makes many batches: counting in Python would cost as much per sample. The first call makes
+    # few, so that an epoch begins immediately.
+    first, num_rows = 0, max(_ENTRIES // per_rank_batch, 1)
     while first < len(starts):
-        some = starts[first : first + many]
+        some = starts[first : first + num_rows]
         column = torch.arange(len(some), device="cpu").mul_(starts.step).add_(some.start).unsqueeze(1)
-        positions = column + torch.arange(share, device="cpu")
+        positions = column + torch.arange(per_rank_batch, device="cpu")
         if isinstance(order, range):
             yield from positions.tolist()
         else:
-            for piece in torch.split(order.at(positions), max(_ENTRIES // share, 1)):
+            for piece in torch.split(order.at(positions), max(_ENTRIES // per_rank_batch, 1)):
                 yield from piece.tolist()
-            many = max(_COMPUTED // share, 1)
+            num_rows = max(_COMPUTED // per_rank_batch, 1)
         first += len(some)
 
 
 def _rows(order: torch.Tensor, layout: Layout, rank: int | None) -> torch.Tensor:
-    steps = max(len(order) - layout.start, 0) // layout.group
-    used = order[layout.start : layout.start + steps * layout.group]
-    rows = used.view(steps, layout.num_processes, layout.share)
+    steps = max(len(order) - layout.start, 0) // layout.step_size
+    used = order[layout.start : layout.start + steps * layout.step_size]
+    rows = used.view(steps, layout.num_processes, layout.per_rank_batch)
     if rank is None or layout.num_processes == 1:
         return rows.flatten(0, 1)
-    # A copy, so that the memory of the whole order is freed.
+    # A copy, so that the memory of the full order is freed.
     return rows[:, rank].clone()
 
 
 def _starts(layout: Layout, length: int, rank: int | None) -> range:
     """Return the position at which each full batch begins."""
-    first, step = (0, layout.share) if rank is None else (rank * layout.share, layout.group)
-    end = max(length - layout.tail(length), layout.start)
+    first, step = (
+        (0, layout.per_rank_batch) if rank is None else (rank * layout.per_rank_batch, layout.step_size)
+    )
+    end = max(length - layout.remainder(length), layout.start)
     return range(layout.start + first, end, step)
 
 
-def _tail_positions(layout: Layout, length: int, rank: int | None) -> Iterator[Sequence[int]]:
-    tail = layout.tail(length)
+def _last_step_positions(layout: Layout, length: int, rank: int | None) -> Iterator[Sequence[int]]:
+    remainder = layout.remainder(length)
     for process in range(layout.num_processes) if rank is None else (rank,):
-        if places := layout.places(tail, process):
-            yield [layout.position(place, tail, length) for place in places]
+        if slots := layout.slots(remainder, process):
+            yield [layout.position(slot, remainder, length) for slot in slots]
 
 
 def _cut_stream(
     order: Iterator[Any],
     layout: Layout,
     rank: int | None,
-    share: Share,
+    info: EpochInfo,
     count: Callable[[Any], int] | None,
 ) -> Iterator[list[Any]]:
-    head = list(islice(order, layout.group))  # padding comes from here
+    head = list(islice(order, layout.step_size))  # padding comes from here
     entries = islice(chain(head, order), layout.start, None)
-    while group := list(islice(entries, layout.group)):
-        # The last step: only an incomplete one has something to say.
-        if len(group) < layout.group:
-            share.last = layout.fill(len(group), rank)
-            if share.last and count:
-                share.last = counted(share.last, layout.deal(group, head, None), count)
-        yield from layout.deal(group, head, rank)
+    while step := list(islice(entries, layout.step_size)):
+        # Only an incomplete step, the last one, has sizes to report.
+        if len(step) < layout.step_size:
+            info.last_rows = layout.step_rows(len(step), rank)
+            if info.last_rows and count:
+                info.last_rows = count_samples(info.last_rows, layout.split_step(step, head, None), count)
+        yield from layout.split_step(step, head, rank)
 
 
-def counted(fill: StepRows, parts: list[list[Any]], count: Callable[[Any], int]) -> StepRows | None:
-    """Return in samples what is known of a step in entries that stand for several samples each.
+def count_samples(
+    step_rows: StepRows, batches: list[list[Any]], count: Callable[[Any], int]
+) -> StepRows | None:
+    """Convert the sizes of a step from entries of several samples each to samples.
 
     Args:
-        fill: The fill in entries.
-        parts: The entries of the processes that have some.
+        step_rows: The sizes in entries.
+        batches: The entries of the ranks that have some.
         count: Returns the number of samples of an entry.
     """
-    rows = [sum(map(count, part)) for part in parts] + [0] * (len(fill.rows) - len(parts))
-    return StepRows.of([size if real else 0 for size, real in zip(rows, fill.real, strict=True)], rows)
+    rows = [sum(map(count, batch)) for batch in batches] + [0] * (len(step_rows.rows) - len(batches))
+    return StepRows.of([size if real else 0 for size, real in zip(rows, step_rows.real, strict=True)], rows)

@@ -1,4 +1,4 @@
-"""Agreement of the processes before an epoch: on a seed, and on the order of an unknown sampler."""
+"""Makes all ranks use the same seed, and checks that unknown samplers give the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -21,50 +21,51 @@ from accel_data.order.mixing import mix_seed
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
 from accel_ops.rng import seed_count
 
-_prepared: WeakKeyDictionary[object, tuple[int, Counter[bool]]] = WeakKeyDictionary()
-"""Per owner: the last `set_seed`, and the loaders since then whose order (True) or samples got a seed."""
+_loader_counts: WeakKeyDictionary[object, tuple[int, Counter[bool]]] = WeakKeyDictionary()
+"""Per gradient state: the last `set_seed`, and the number of loaders since then with a seeded order (True) or
+seeded samples (False)."""
 
 
-def reset_seeding(owner: object) -> None:
-    """Seed the next loaders of an owner as its first ones, as after `set_seed`.
+def reset_seeding(gradient_state: object) -> None:
+    """Seed the next loaders of an Accelerator like its first ones, as after `set_seed`.
 
     Args:
-        owner: See `Seeding`.
+        gradient_state: See `Seeding`.
     """
-    _prepared.pop(owner, None)
+    _loader_counts.pop(gradient_state, None)
 
 
 @dataclass(frozen=True)
 class Seeding:
-    """How a loader's order gets its seed.
+    """How the order of a loader is seeded.
 
     Args:
-        use_seedable_sampler: Also replace random samplers that have a generator of the user's.
+        use_seedable_sampler: Also replace random samplers with a user's generator.
         data_seed: The seed; None to derive one from torch's.
-        several: Whether several processes must agree.
-        owner: The gradient state of the Accelerator that prepares the loader; None without one.
+        is_distributed: Whether several processes must have the same seed.
+        gradient_state: The gradient state of the Accelerator that prepares the loader; None without one.
         order: See `DataLoaderConfiguration`.
     """
 
     use_seedable_sampler: bool
     data_seed: int | None
-    several: bool
-    owner: object | None
+    is_distributed: bool
+    gradient_state: object | None
     order: str | None = None
 
-    def seeded(self, batch_sampler: Any) -> tuple[Any, int | None]:
+    def make_seedable(self, batch_sampler: Any) -> tuple[Any, int | None]:
         """Make the order of a random batch sampler a function of seed and epoch.
 
         Args:
             batch_sampler: Any batch sampler. It is not changed.
 
         Returns:
-            The batch sampler, or a copy with a seedable sampler inside; and the seed of the generators under
-            which it is to be walked, None where it needs none.
+            The batch sampler, or a copy with a seedable sampler inside; and the seed of the global generators
+            while it is iterated, None if it needs none.
         """
-        # A batch sampler with an __iter__ of its own may use its sampler in any way, or not at all.
-        flat = type(batch_sampler).__iter__ is BatchSampler.__iter__
-        sampler = batch_sampler.sampler if flat else batch_sampler
+        # A batch sampler with its own __iter__ may use its sampler in any way, or not at all.
+        is_plain = type(batch_sampler).__iter__ is BatchSampler.__iter__
+        sampler = batch_sampler.sampler if is_plain else batch_sampler
         if isinstance(sampler, SequentialSampler) and type(sampler).__iter__ is SequentialSampler.__iter__:
             check_length(sampler.data_source)
             return batch_sampler, None
@@ -77,13 +78,13 @@ class Seeding:
             return changed, None
         if sampler_generator(batch_sampler) is not None or isinstance(sampler, (list, tuple, range)):
             return batch_sampler, None
-        return batch_sampler, self._shared(self.data_seed)
+        return batch_sampler, self._shared_seed(self.data_seed)
 
     def _seedable(self, sampler: Any) -> SeedableRandomSampler | None:
-        """Return what takes the place of a random sampler; None for one that stays."""
+        """Return the replacement of a random sampler; None to keep it."""
         if isinstance(sampler, SeedableRandomSampler):
             new = copy.copy(sampler)
-            new.set_seed(self._shared(sampler.initial_seed))
+            new.set_seed(self._shared_seed(sampler.initial_seed))
             return new
         if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
             return None
@@ -94,78 +95,79 @@ class Seeding:
         if seed is None and generator is not None:
             seed = generator.initial_seed()
         elif seed is None and self.use_seedable_sampler:
-            seed = torch.initial_seed()  # and no place of the loader: the order is accelerate's then
-        # None follows a dataset whose length changes, as the sampler that is replaced would.
+            seed = torch.initial_seed()  # not the number of the loader: this gives accelerate's order
+        # None follows a dataset whose length changes, as the original sampler would.
         wanted = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return SeedableRandomSampler(
-            sampler.data_source, sampler.replacement, wanted, data_seed=self._shared(seed)
+            sampler.data_source, sampler.replacement, wanted, data_seed=self._shared_seed(seed)
         )
 
-    def for_samples(self) -> int:
-        """Return what the seeds of single samples are made of, for a loader whose order has no seed."""
-        return self._shared(self.data_seed, of_order=False)
+    def sample_seed_root(self) -> int:
+        """Return the seed from which those of single samples are derived, if the order has no seed."""
+        return self._shared_seed(self.data_seed, for_order=False)
 
-    def _shared(self, seed: int | None, of_order: bool = True) -> int:
-        """Return the seed of process 0; this process's where there is no process group.
+    def _shared_seed(self, seed: int | None, for_order: bool = True) -> int:
+        """Return the seed of process 0; that of this process without a process group.
 
         By default it comes from torch's initial seed, so that `torch.manual_seed` (or `set_seed`) makes a run
-        repeatable on any number of processes, and from the place of the loader among those of its owner since
-        the last `set_seed`, so that two loaders over one dataset differ. Nothing is drawn from any generator.
+        repeatable on any number of processes, and from the number of loaders that this Accelerator has
+        prepared since the last `set_seed`, so that two loaders over one dataset differ. Nothing is drawn from
+        any generator.
         """
         if seed is None:
-            place = 0
-            if self.owner is not None:
-                # Other trials in one program must not change the order.
-                latest = seed_count()
-                known, counts = _prepared.get(self.owner, (latest, Counter()))
-                if known != latest:
+            number = 0
+            if self.gradient_state is not None:
+                # Earlier trials in one program must not change the order.
+                seeded_times = seed_count()
+                last_seeded, counts = _loader_counts.get(self.gradient_state, (seeded_times, Counter()))
+                if last_seeded != seeded_times:
                     counts = Counter()
-                _prepared[self.owner] = latest, counts
-                place = counts[of_order]
-                counts[of_order] += 1
-            # The complement, so that the two kinds of seeds never come from one place of one stream.
-            root = torch.initial_seed() if of_order else ~torch.initial_seed()
-            seed = mix_seed(root, place) >> 1  # fits into a signed 64-bit integer
-        # A seed that the user gives is the same on all processes already.
-        if not self.several or self.data_seed is not None or not dist.is_initialized():
+                _loader_counts[self.gradient_state] = seeded_times, counts
+                number = counts[for_order]
+                counts[for_order] += 1
+            # The complement, so that the two kinds of seeds never collide.
+            root = torch.initial_seed() if for_order else ~torch.initial_seed()
+            seed = mix_seed(root, number) >> 1  # fits into a signed 64-bit integer
+        # A seed that the user passes is already the same on all ranks.
+        if not self.is_distributed or self.data_seed is not None or not dist.is_initialized():
             return seed
         seeds = [seed]
         broadcast_object_list(seeds)
         return seeds[0]
 
 
-def agreed_order(walk: Callable[[], list[Any]]) -> list[Any]:
-    """Walk over a sampler on every process, and make sure that all have got the same.
+def walk_and_verify(walk: Callable[[], list[Any]]) -> list[Any]:
+    """Iterate a sampler on every rank, and check that all ranks get the same order.
 
     Args:
-        walk: Returns what the sampler gives.
+        walk: Returns the entries of the sampler.
 
     Returns:
         Its result.
 
     Raises:
-        RuntimeError: On every process, if the orders differ or one process could not walk.
+        RuntimeError: On every rank, if the orders differ or one rank failed.
     """
     if not dist.is_initialized():
         return walk()
-    error: Exception | None = None
+    failure: Exception | None = None
     entries: list[Any] = []
-    # Whatever goes wrong is kept until all have exchanged: the others wait there for this process.
+    # Keep an error until after the exchange: the other ranks wait there for this one.
     try:
         entries = walk()
-        # A checksum, as an order may have millions of entries.
+        # A checksum, since an order may have millions of entries.
         summary = f"{len(entries)} entries, checksum {zlib.crc32(pickle.dumps(entries)):08x}"
     except Exception as raised:
-        error = raised
+        failure = raised
         summary = f"{type(raised).__name__}: {raised}"
     summaries = gather_object([summary])
-    if error is not None:
-        raise error
+    if failure is not None:
+        raise failure
     if len(set(summaries)) > 1:
         seen = "; ".join(f"process {rank}: {text}" for rank, text in enumerate(summaries))
         raise RuntimeError(
             f"The sampler does not give the same order on every process ({seen}), so samples would be lost "
-            "and others repeated. Let it draw from a torch.Generator in an attribute `generator`, from "
+            "and others repeated. Make it draw from a torch.Generator in an attribute `generator`, from "
             "torch's, Python's or numpy's global generator, or seed it from set_epoch."
         )
     return entries

@@ -1,4 +1,4 @@
-"""A batch sampler that starts later."""
+"""A batch sampler that skips its first batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from accel_data.checks import check_skip
-from accel_data.order.global_order import SeedableRandomSampler, order_of, seeks, walk
+from accel_data.order.global_order import SeedableRandomSampler, can_seek, order_of, walk
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.wrapper import BatchSamplerWrapper
 
@@ -19,7 +19,7 @@ class SkipBatchSampler(BatchSamplerWrapper):
 
     Args:
         batch_sampler: The batch sampler.
-        skip_batches: Number of batches to leave out.
+        skip_batches: Number of batches to skip.
     """
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
@@ -29,18 +29,18 @@ class SkipBatchSampler(BatchSamplerWrapper):
     def __iter__(self) -> Iterator[Any]:
         inner: Any = self.batch_sampler
         is_flat = type(inner).__iter__ is BatchSampler.__iter__
-        if not self.skip_batches or not seeks(inner.sampler if is_flat else inner):
+        if not self.skip_batches or not can_seek(inner.sampler if is_flat else inner):
             return islice(iter(inner), self.skip_batches, None)
-        return self._sought_batches() if is_flat else self._sought(inner)
+        return self._seek_batches() if is_flat else self._seek(inner)
 
-    def _sought_batches(self) -> Iterator[list[int]]:
-        """Begin with the first batch that is not left out, rather than walk up to it."""
-        whole = BatchSamplerShard(self.batch_sampler)
-        whole.set_start(self.skip_batches * whole.step_size)
-        yield from whole
+    def _seek_batches(self) -> Iterator[list[int]]:
+        """Seek to the first batch that is not skipped."""
+        full = BatchSamplerShard(self.batch_sampler)
+        full.set_start(self.skip_batches * full.step_size)
+        yield from full
         _end_epoch(self.sampler)
 
-    def _sought(self, sampler: Any) -> Iterator[int]:
+    def _seek(self, sampler: Any) -> Iterator[int]:
         yield from walk(order_of(sampler, None, 0), self.skip_batches)
         _end_epoch(sampler)
 
@@ -49,6 +49,6 @@ class SkipBatchSampler(BatchSamplerWrapper):
 
 
 def _end_epoch(sampler: Any) -> None:
-    """Do what a complete walk over a sampler does at its end."""
+    """Advance a sampler to the next epoch, as a complete iteration does."""
     if isinstance(sampler, SeedableRandomSampler):
         sampler.set_epoch(sampler.epoch + 1)

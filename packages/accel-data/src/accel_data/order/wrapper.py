@@ -1,4 +1,4 @@
-"""Batch samplers inside of others: what the outer one has of the inner."""
+"""Base class of batch samplers that wrap another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BatchSamplerWrapper(BatchSampler):
         batch_sampler: The batch sampler; any iterable of lists of indices.
     """
 
-    # Not BatchSampler.__init__, which takes a sampler and checks its class.
+    # Skip BatchSampler.__init__, which takes a sampler and checks its class.
     def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]]) -> None:
         self.batch_sampler = batch_sampler
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
@@ -24,7 +24,7 @@ class BatchSamplerWrapper(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler inside of the batch sampler; None if it has none."""
+        """The sampler inside the batch sampler; None if it has none."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
@@ -33,7 +33,7 @@ class BatchSamplerWrapper(BatchSampler):
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, also for the samplers inside.
+        """Set the epoch of the next iteration, also for the samplers inside.
 
         Args:
             epoch: Its number, from 0.
@@ -44,7 +44,7 @@ class BatchSamplerWrapper(BatchSampler):
 
 
 class FirstBatches(BatchSamplerWrapper):
-    """The first batches of a batch sampler, or entries of a sampler, which may repeat them without end.
+    """The first batches of a batch sampler, or entries of a sampler, which may be infinite.
 
     Args:
         batch_sampler: The batch sampler, or sampler.
@@ -61,5 +61,5 @@ class FirstBatches(BatchSamplerWrapper):
     def __len__(self) -> int:
         try:
             return min(self.number, self.total_length)
-        except (TypeError, AttributeError):  # it has none, or inherits one that does not work
+        except (TypeError, AttributeError):  # it has no __len__, or inherits one that does not work
             return self.number

@@ -1,8 +1,8 @@
-"""Places in a stream: how far it has been read when a batch was handed out, and what goes into a state.
+"""Positions in a stream: how far it had been read when a batch was yielded, and the saved state of that.
 
-A dataset may be one stream, or divide itself over the workers of a loader, which take turns at it. Then a
-place says how far each worker's part has been read, and whose turn it is, so that any number of workers can
-go on.
+A dataset may be one stream, or split itself over the workers of a loader, which take turns. Then a position
+says how far each worker's shard has been read, and whose turn it is, so that any number of workers can
+continue.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any, NamedTuple
 
-_MARKS = 64  # noted before those are looked through that are not needed any more
+_MAX_PENDING = 64  # recorded before unneeded ones are removed
 
 
-class PartPosition(NamedTuple):  # made for every batch: a frozen dataclass takes four times as long
-    """How far one part of a stream has been read.
+class ShardPosition(NamedTuple):  # made for every batch: a frozen dataclass takes four times as long
+    """How far one shard of a stream has been read.
 
     Args:
         read: Samples read.
@@ -31,44 +31,44 @@ class PartPosition(NamedTuple):  # made for every batch: a frozen dataclass take
 
 
 class StreamPosition(NamedTuple):
-    """A place in a stream.
+    """A position in a stream. The fields are keys of a saved state.
 
     Args:
-        chunk: Samples that each part gives when it is its turn.
-        left: How many of them the part whose turn it is has still to give.
-        turn: Number of that part.
-        parts: How far each part has been read; one part for a dataset that does not divide itself.
-        num_workers: Number of workers that the dataset divides itself over; 0 if it does not, or is read
-            without workers. (In a single worker a dataset may have another order than without.)
-        ahead: Samples to pass over from here.
+        chunk: Samples that each worker's shard yields per turn.
+        left: How many of them the current shard has still to yield.
+        turn: Number of the current shard.
+        parts: How far each shard has been read; one for a dataset that does not split itself.
+        num_workers: Number of workers over which the dataset splits itself; 0 if it does not, or is read
+            without workers. (In a single worker a dataset may have a different order than without.)
+        ahead: Samples to skip from here.
     """
 
     chunk: int
     left: int
     turn: int = 0
-    parts: tuple[PartPosition, ...] = (PartPosition(),)
+    parts: tuple[ShardPosition, ...] = (ShardPosition(),)
     num_workers: int = 0
     ahead: int = 0
 
     def moved(self, distance: int, position: int) -> StreamPosition:
-        """Return another place of the same stream.
+        """Return another position in the same stream.
 
         Args:
-            distance: How many samples further on it is; negative for one that lies before.
-            position: How many samples lie before it, to find it from the start.
+            distance: Distance in samples; negative for an earlier position.
+            position: Number of samples before it, to find it from the start.
         """
-        # A stream cannot be read backwards: from the start again.
+        # A stream cannot be read backwards: start again.
         if distance < 0:
-            parts = (PartPosition(),) * len(self.parts)
+            parts = (ShardPosition(),) * len(self.parts)
             return StreamPosition(self.chunk, self.chunk, 0, parts, self.num_workers, position)
         return self._replace(ahead=self.ahead + distance)
 
     def without_states(self) -> StreamPosition:
-        """Return this place for a dataset that has other samples, of which as many have been read."""
-        return self._replace(parts=tuple(PartPosition(part.read) for part in self.parts))
+        """Return this position for a dataset with other samples, of which equally many have been read."""
+        return self._replace(parts=tuple(ShardPosition(part.read) for part in self.parts))
 
     def to_state(self) -> dict[str, Any]:
-        """Return what goes into a state dict: numbers, and the dataset's own states."""
+        """Return the content of a state dict: numbers, and the dataset's own states."""
         parts = [
             {**part._asdict(), "state": None if part.state is None else pickle.loads(part.state)}
             for part in self.parts
@@ -80,102 +80,102 @@ class StreamPosition(NamedTuple):
         """Read what `to_state` returned.
 
         Raises:
-            ValueError: If it is something else, or no place.
+            ValueError: If it is something else, or not a position.
         """
         try:
             numbers = {name: state[name] for name in ("chunk", "left", "turn", "num_workers", "ahead")}
-            parts = tuple(_part(part) for part in state["parts"])
+            parts = tuple(_shard_position(part) for part in state["parts"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"Loader state with an impossible stream={state!r:.200}: it lacks {error}. Pass what the "
                 "loader's state_dict() returned."
             ) from error
-        place = cls(parts=parts, **numbers)
+        position = cls(parts=parts, **numbers)
         values = [*numbers.values(), *(part.read for part in parts)]
-        is_place = all(type(value) is int and value >= 0 for value in values) and place.chunk > 0
-        counted = len(parts) == max(place.num_workers, 1) > place.turn if is_place else False
-        if not counted or place.left > place.chunk:
+        is_valid = all(type(value) is int and value >= 0 for value in values) and position.chunk > 0
+        has_all_parts = len(parts) == max(position.num_workers, 1) > position.turn if is_valid else False
+        if not has_all_parts or position.left > position.chunk:
             raise ValueError(
                 f"Loader state with an impossible stream={state!r:.200}: all numbers must be integers from 0 "
-                "on, `turn` below the number of parts, one part for each worker, and `left` at most `chunk`, "
-                "which is positive."
+                "on, `turn` below the number of parts, one part per worker, and `left` at most `chunk`, "
+                "which must be positive."
             )
-        return place
+        return position
 
 
-class Mark(NamedTuple):
-    """How far one worker has read its own part of the stream, when it made a batch.
+class BlockPosition(NamedTuple):
+    """How far one worker had read its shard of the stream when it made a batch.
 
     Args:
-        worker: Number of the part.
-        num_workers: Number of parts.
-        chunk: Samples that each part gives when it is its turn.
-        part: How far it has been read.
+        worker: Number of the shard.
+        num_workers: Number of shards.
+        chunk: Samples that each shard yields per turn.
+        shard: How far it has been read.
     """
 
     worker: int
     num_workers: int
     chunk: int
-    part: PartPosition
+    shard: ShardPosition
 
     def after(self, place: StreamPosition | None) -> StreamPosition:
-        """Return the place after this worker's turn, if all others are where they were."""
-        parts = (PartPosition(),) * self.num_workers if place is None else place.parts
-        parts = (*parts[: self.worker], self.part, *parts[self.worker + 1 :])
+        """Return the position after this worker's turn, given the previous position."""
+        parts = (ShardPosition(),) * self.num_workers if place is None else place.parts
+        parts = (*parts[: self.worker], self.shard, *parts[self.worker + 1 :])
         turn = (self.worker + 1) % self.num_workers
         return StreamPosition(self.chunk, self.chunk, turn, parts, self.num_workers)
 
 
-class Trail:
-    """Where the batches of a pass were read, while readers are ahead of what is handed out.
+class PositionHistory:
+    """Where the batches of a run were read, while readers are ahead of what was yielded.
 
     Args:
-        start: Where the pass started; None at the start of an epoch.
-        per_step: Batches that make a step.
+        start: Where the run started; None at the start of an epoch.
+        per_step: Batches per step.
     """
 
     def __init__(self, start: StreamPosition | None, per_step: int) -> None:
         self.per_step = per_step
-        self._place = start
-        self._passed = 0  # batches handed out before the first one in _marks
-        self._marks: deque[StreamPosition | Mark] = deque()
-        self._lock = Lock()  # one thread may read ahead while another asks for the place
+        self._current = start
+        self._num_passed = 0  # batches yielded before the first one in _marks
+        self._pending: deque[StreamPosition | BlockPosition] = deque()
+        self._lock = Lock()  # one thread may read ahead while another gets the position
 
-    def add(self, mark: StreamPosition | Mark, steps: int) -> None:
-        """Note the next batch.
+    def add(self, position: StreamPosition | BlockPosition, steps: int) -> None:
+        """Add the next batch.
 
         Args:
-            mark: Where the stream is after it: as a whole, or in the part of the worker that read it.
-            steps: Steps handed out so far.
+            position: Where the stream is after it: of the full stream, or of the shard of its worker.
+            steps: Steps yielded so far.
         """
-        self._marks.append(mark)
-        # Only now and then: a lock for every batch would cost more than the memory of some marks.
-        if len(self._marks) > _MARKS:
+        self._pending.append(position)
+        # Only occasionally: a lock for every batch would cost more than the memory of some positions.
+        if len(self._pending) > _MAX_PENDING:
             with self._lock:
                 self._advance(steps)
 
-    def pass_over(self, mark: StreamPosition | Mark) -> None:
-        """Note a batch that is not handed out, before the first one that is."""
+    def skip(self, position: StreamPosition | BlockPosition) -> None:
+        """Add a batch that is not yielded, before the first one that is."""
         with self._lock:
-            self._place = _after(mark, self._place)
+            self._current = _after(position, self._current)
 
-    def place(self, steps: int) -> StreamPosition | None:
-        """Return where the stream was when so many steps had been handed out."""
+    def position_after(self, steps: int) -> StreamPosition | None:
+        """Return where the stream was after that many yielded steps."""
         with self._lock:
             self._advance(steps)
-            return self._place
+            return self._current
 
     def _advance(self, steps: int) -> None:
-        # Only what has been handed out: readers may be some batches ahead.
-        while self._marks and self._passed < steps * self.per_step:
-            self._place = _after(self._marks.popleft(), self._place)
-            self._passed += 1
+        # Only what has been yielded: readers may be some batches ahead.
+        while self._pending and self._num_passed < steps * self.per_step:
+            self._current = _after(self._pending.popleft(), self._current)
+            self._num_passed += 1
 
 
-def _after(mark: StreamPosition | Mark, before: StreamPosition | None) -> StreamPosition:
-    return mark.after(before) if isinstance(mark, Mark) else mark
+def _after(position: StreamPosition | BlockPosition, previous: StreamPosition | None) -> StreamPosition:
+    return position.after(previous) if isinstance(position, BlockPosition) else position
 
 
-def _part(state: Mapping[str, Any]) -> PartPosition:
+def _shard_position(state: Mapping[str, Any]) -> ShardPosition:
     inner = state["state"]
-    return PartPosition(state["read"], None if inner is None else pickle.dumps(inner), bool(state["ended"]))
+    return ShardPosition(state["read"], None if inner is None else pickle.dumps(inner), bool(state["ended"]))

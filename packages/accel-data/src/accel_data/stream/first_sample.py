@@ -1,8 +1,8 @@
-"""The first sample that a process reads from a stream, compared between the processes.
+"""Compares the first sample that each process reads from a stream.
 
-Where each process reads the stream by itself and keeps its share, all must read the same samples. A dataset
-that divides itself over the processes would be divided a second time, and most samples would never come. So
-it is where process 0 reads for all: it would have its own part alone.
+If each process reads the stream and keeps its shard, all must read the same samples. A dataset that shards
+itself would be sharded twice, and most samples would never be seen. The same holds if process 0 reads for all
+processes: it would only have its own shard.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from accel_state.logging.warning import warn
 
 
 class FirstSample(NamedTuple):
-    """What is compared of a sample.
+    """The properties of a sample that are compared.
 
     Args:
         digest: Differs for samples with other tensors, arrays, numbers or strings.
         is_random: Whether the global random generators were used while it was read.
-        asks_rank: Whether torch was asked for the rank of the process meanwhile.
+        queries_rank: Whether `torch.distributed.get_rank` was called meanwhile.
     """
 
     digest: str
     is_random: bool
-    asks_rank: bool
+    queries_rank: bool
 
 
 @contextmanager
-def watching_for_rank(active: bool) -> Iterator[list[bool]]:
-    """Note inside of a `with` statement whether somebody asks torch for the rank of this process.
+def detect_rank_query(active: bool) -> Iterator[list[bool]]:
+    """Record inside a `with` statement whether `torch.distributed.get_rank` is called.
 
     Args:
         active: Whether to do so.
 
     Yields:
-        What is empty until somebody does.
+        A list that is empty until it is called.
     """
-    asked: list[bool] = []
+    queries: list[bool] = []
     if not active:
-        yield asked
+        yield queries
         return
     get_rank = dist.get_rank
 
-    def watched(*args: Any, **kwargs: Any) -> int:
-        asked.append(True)
+    def recorded_get_rank(*args: Any, **kwargs: Any) -> int:
+        queries.append(True)
         return get_rank(*args, **kwargs)
 
-    # torch has no other way to see this.
-    dist.get_rank = watched
+    # torch has no other way to detect this.
+    dist.get_rank = recorded_get_rank
     try:
-        yield asked
+        yield queries
     finally:
         dist.get_rank = get_rank
 
@@ -68,7 +68,7 @@ def watching_for_rank(active: bool) -> Iterator[list[bool]]:
 def digest_of(samples: list[Any]) -> str:
     """Return a digest of the first of some samples.
 
-    Of objects of unknown types only the type counts, as their content may have another form on each process:
+    For objects of unknown types only the type counts, as their content may differ in form on each process:
     the digest then ends with a question mark.
     """
     content, end = hashlib.blake2b(digest_size=8), ""
@@ -76,16 +76,16 @@ def digest_of(samples: list[Any]) -> str:
         content.update(b"no samples")
     for leaf in _leaves(samples[:1]):
         content.update(type(leaf).__name__.encode())
-        known = _bytes_of(leaf)
-        if known is None:
+        content_bytes = _bytes_of(leaf)
+        if content_bytes is None:
             end = "?"
         else:
-            content.update(known)
+            content.update(content_bytes)
     return content.hexdigest() + end
 
 
 def _bytes_of(leaf: Any) -> bytes | None:
-    """Return what tells a leaf from others of its type; None where that is not known."""
+    """Return bytes that distinguish a leaf from others of its type; None if unknown."""
     if isinstance(leaf, (str, bytes, int, float, complex, type(None))):
         return repr(leaf).encode()
     if isinstance(leaf, torch.Tensor):
@@ -98,13 +98,13 @@ def _bytes_of(leaf: Any) -> bytes | None:
 
 
 class SampleComparison:
-    """This process's part in comparing the first samples of a loader. All processes make it together.
+    """Compares the first samples of a loader between the ranks. All ranks must create it for the same loader.
 
-    It goes through the store of the process group, not a collective: a process that iterates alone goes on.
+    It uses the store of the process group, not a collective: a rank that iterates alone does not hang.
 
     Args:
         name: Name of the dataset.
-        presharded: Whether the user says that each process has its own part: then they are to differ.
+        presharded: Whether the user says that each process has its own shard: then they should differ.
     """
 
     def __init__(self, name: str, presharded: bool = False) -> None:
@@ -117,13 +117,13 @@ class SampleComparison:
         self.is_done = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a loader that goes elsewhere has no part in this process group
+        return _none, ()  # a copy in another process is not in this process group
 
     def compare(self, first: FirstSample) -> None:
-        """Compare the sample of this process with those of the others.
+        """Compare the sample of this rank with those of the other ranks.
 
         Raises:
-            ValueError: If they differ, on every process that comes in time, and on those that come later.
+            ValueError: If they differ, on every rank, whenever it compares.
         """
         self.is_done = True
         store: Any = default_store()
@@ -135,18 +135,18 @@ class SampleComparison:
         equal = is_equal_on_all_ranks(self._key, first.digest, self._world)
         if self._presharded:
             if equal and first.digest != digest_of([]) and not first.digest.endswith("?"):
-                warn(same_data(self._name))
+                warn(same_data_message(self._name))
             return
         if equal is not False:
             return
         if not store.check([random_key]):
             raise ValueError(f"{_DIFFER.format(self._name)} {_FIX}")
-        # Which may be augmentation alone: nothing is lost then.
+        # It may only be augmentation: then nothing is lost.
         warn(f"{_DIFFER.format(self._name)} It uses the global random generators. {_RANDOM} {_FIX}")
 
 
-class RankNotice:
-    """Warns if a stream that process 0 reads for all processes seems to have the samples of that one alone.
+class RankQueryWarning:
+    """Warns if a stream that process 0 reads for all processes seems to be sharded by rank.
 
     Args:
         name: Name of the dataset.
@@ -157,27 +157,27 @@ class RankNotice:
         self.is_done = False
 
     def compare(self, first: FirstSample) -> None:
-        """Look at the first sample."""
+        """Check the first sample."""
         self.is_done = True
-        if first.asks_rank:
+        if first.queries_rank:
             warn(
-                f"{self._name} asks for the rank of the process, and process 0 alone reads it "
-                "(dispatch_batches=True, the default for streams). If it shares itself out over the "
-                "processes, the samples of all others never come: say so with presharded=True (in a "
-                "DataLoaderConfiguration, or of prepare_data_loader)."
+                f"{self._name} reads the rank of the process, but only process 0 reads the dataset "
+                "(dispatch_batches=True, the default for streams). If it shards itself over the processes, "
+                "the samples of all other processes are never seen: pass presharded=True (to "
+                "DataLoaderConfiguration or prepare_data_loader)."
             )
 
 
-def same_data(name: str) -> str:
-    """Return the warning that data is not sharded although the user says so.
+def same_data_message(name: str) -> str:
+    """Return the warning that data is not sharded although presharded=True was passed.
 
     Args:
         name: Name of the dataset.
     """
     return (
-        f"presharded=True says that each process has its own part of the data, but all of them read the same "
-        f"from {name}: each trains on, or evaluates, all of it. Without the setting it is shared out. For "
-        "some of the loaders only, call prepare_data_loader(..., presharded=True) of accel_data with these."
+        f"presharded=True says that each process has its own shard of the data, but all of them read the "
+        f"same from {name}: each trains on, or evaluates, all of it. Remove the setting to shard it. To "
+        "preshard only some loaders, call accel_data.prepare_data_loader(..., presharded=True) on these."
     )
 
 
@@ -189,17 +189,17 @@ def _leaves(node: Any) -> list[Any]:
     return [*names, *(leaf for child in inside for leaf in _leaves(child))]
 
 
-def _nothing() -> None:
+def _none() -> None:
     return None
 
 
 _DIFFER = (
-    "The processes read different first samples from {}, of which each would keep a share: samples would be "
+    "The processes read different first samples from {}, of which each would keep a shard: samples would be "
     "lost, and others repeated."
 )
-_RANDOM = "If it draws for augmentation only, nothing is lost; draw from sample_rng then."
+_RANDOM = "If it draws only for augmentation, nothing is lost; use sample_rng then."
 _FIX = (
-    "If the dataset shares itself out over the processes, say so with presharded=True (in a "
-    "DataLoaderConfiguration, or of prepare_data_loader). If it shuffles, let it do so from a seed that all "
-    "processes have. Or pass dispatch_batches=True, so that process 0 alone reads."
+    "If the dataset shards itself over the processes, pass presharded=True (to DataLoaderConfiguration or "
+    "prepare_data_loader). If it shuffles, use the same seed on all processes. Or pass "
+    "dispatch_batches=True, so that only process 0 reads."
 )

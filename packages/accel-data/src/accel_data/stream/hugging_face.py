@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face `datasets`: which they are, how they differ, and how a stream is split."""
+"""Hugging Face `datasets`: detecting, comparing and sharding them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 
 def is_table(dataset: Any) -> bool:
-    """Whether a dataset is a map-style one of Hugging Face."""
+    """Whether a dataset is a map-style Hugging Face dataset."""
     module = sys.modules.get("datasets")
-    # Where the library is not imported, no dataset can be of it.
+    # If the library is not imported, no dataset can be from it.
     return module is not None and isinstance(dataset, module.Dataset)
 
 
 def row_digests(dataset: Any, rows: Sequence[int]) -> list[bytes]:
-    """Return a digest for each of some rows as they are stored, before any formatting or transform."""
+    """Return a digest for each of some rows as stored, before any formatting or transform."""
     if not rows:
         return []
     return [digest(pickle.dumps(row)) for row in dataset.with_format("arrow")[rows].to_pylist()]
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is a stream of Hugging Face."""
+    """Whether a dataset is a Hugging Face stream."""
     module = sys.modules.get("datasets")
     return module is not None and isinstance(dataset, module.IterableDataset)
 
 
 def has_shards_for(dataset: Any, size: int) -> bool:
-    """Whether a dataset is a stream of Hugging Face with one shard for each of several processes."""
+    """Whether a dataset is a Hugging Face stream with one shard per process, for several processes."""
     return is_stream(dataset) and dataset.n_shards == size > 1
 
 
@@ -41,7 +41,7 @@ def stream_digest(dataset: Any) -> bytes:
 
     A stream that is shuffled without a seed differs from process to process.
     """
-    seen = [_random_state(getattr(dataset, "_shuffling", None))]  # where datasets of before 5.0 have it
+    seen = [_random_state(getattr(dataset, "_shuffling", None))]  # its place in datasets before 5.0
     for step in steps_of(dataset):
         # Addresses in a repr differ from process to process.
         shards = re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(step, "kwargs", None)))
@@ -50,7 +50,7 @@ def stream_digest(dataset: Any) -> bytes:
 
 
 def steps_of(dataset: Any) -> Iterator[Any]:
-    """Yield what a stream does with its samples, step by step, from the last step to its sources."""
+    """Yield the processing steps of a stream, from the last step to its sources."""
     steps = [getattr(dataset, "_ex_iterable", None)]
     # The list grows while it is walked.
     for step in steps:
@@ -60,7 +60,7 @@ def steps_of(dataset: Any) -> Iterator[Any]:
 
 
 def take_shard(dataset: Any, rank: int, size: int) -> Any:
-    """Return a stream of the shards of one process, which opens no others."""
+    """Return the stream of one process's shard, which opens no other shards."""
     library = type(dataset).__module__.partition(".")[0]
     return import_module(f"{library}.distributed").split_dataset_by_node(dataset, rank, size)
 

@@ -1,4 +1,4 @@
-"""Reading a stream from its start or from a place in it, in the main process or in a worker of a loader."""
+"""Reading a stream from its start or from a position, in the main process or in a worker of a loader."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from accel_data.resume.stream_position import Mark, PartPosition, StreamPosition
+from accel_data.resume.stream_position import BlockPosition, ShardPosition, StreamPosition
 from accel_data.stream.hugging_face import steps_of
 
 
 class Stream(NamedTuple):
-    """A dataset that is being read, maybe in a worker of a loader.
+    """A dataset that is being read, possibly in a worker of a loader.
 
     Args:
-        samples: What is left of it.
-        worker: Index of the worker; 0 where there is none.
-        num_workers: Number of workers; 1 where there are none.
-        divided: Whether the dataset gives each worker samples of its own, so that they need not take turns.
+        samples: The remaining samples.
+        worker: Index of the worker; 0 if there is none.
+        num_workers: Number of workers; 1 if there are none.
+        split_by_workers: Whether the dataset yields different samples to each worker, so that they need not
+            take turns.
     """
 
     samples: Iterator[Any]
     worker: int = 0
     num_workers: int = 1
-    divided: bool = False
+    split_by_workers: bool = False
 
 
-class Reading(NamedTuple):
-    """A stream that is being read from some place on.
+class StreamReader(NamedTuple):
+    """A stream that is being read from some position on.
 
     Args:
-        worker: Index of the worker that reads; 0 where there is none.
-        num_workers: Number of workers; 1 where there are none.
-        divided: Whether the dataset gives each worker samples of its own.
+        worker: Index of the worker that reads; 0 if there is none.
+        num_workers: Number of workers; 1 if there are none.
+        split_by_workers: Whether the dataset yields different samples to each worker.
         take: Returns the next samples, fewer only at the end.
-        mark: Returns where the stream is.
+        position: Returns the current position.
         head: The first samples of its epoch, as many as may be needed to pad the last step.
     """
 
     worker: int
     num_workers: int
-    divided: bool
+    split_by_workers: bool
     take: Callable[[int], list[Any]]
-    mark: Callable[[], StreamPosition | Mark]
+    position: Callable[[], StreamPosition | BlockPosition]
     head: list[Any]
 
 
-class Counted:
-    """Gives samples and counts them.
+class CountingIterator:
+    """Yields samples and counts them.
 
     Args:
-        samples: What it gives.
-        count: Samples before the first one.
+        samples: The samples.
+        count: Number of samples before the first one.
     """
 
     def __init__(self, samples: Iterator[Any], count: int = 0) -> None:
@@ -67,7 +68,7 @@ class Counted:
 
     def take(self, number: int) -> list[Any]:
         """Return the next samples, fewer only at the end."""
-        # Fewer than asked for is the only way in which an iterator says that it has ended.
+        # Fewer samples than requested are the only sign that an iterator has ended.
         taken = list(islice(self.samples, number))
         self.count += len(taken)
         self.ended = len(taken) < number
@@ -75,43 +76,44 @@ class Counted:
 
 
 class Source:
-    """A dataset that is opened again and again, at its start or at a state of its own.
+    """A dataset that is opened repeatedly, at its start or at one of its states.
 
     Args:
-        dataset: The dataset. It has states of its own if it has `state_dict` and `load_state_dict`, as
-            those of Hugging Face `datasets` have.
+        dataset: The dataset. It has states if it has `state_dict` and `load_state_dict`, like those of
+            Hugging Face `datasets`.
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self.dataset = dataset
-        self.has_state = has_state(dataset) and not _forgets(dataset)
+        self.has_state = has_state(dataset) and not _loses_samples(dataset)
         self._initial: bytes | None = None
 
-    def open(self, part: PartPosition | None = None, worker: tuple[int, int] | None = None) -> Stream:
+    def open(self, shard: ShardPosition | None = None, worker: tuple[int, int] | None = None) -> Stream:
         """Start reading.
 
         Args:
-            part: Where to start; None for the start of the epoch.
-            worker: (index, number) of the worker that the dataset is to think it is in, in place of this one;
-                a number of 0 for none.
+            shard: Where to start; None for the start of the epoch.
+            worker: (index, number) of the worker that the dataset should see instead of this one; a number of
+            0
+                for none.
         """
-        # The state of a dataset at its end may be that of its start.
-        if part is not None and part.ended:
+        # The state of a dataset at its end may equal that of its start.
+        if shard is not None and shard.ended:
             return Stream(iter(()))
-        state = part.state if part is not None and self.has_state else None
+        state = shard.state if shard is not None and self.has_state else None
         if self.has_state:
             self._go_to(state)
         stream = open_stream(self.dataset, worker)
-        if part is None or state is not None:
+        if shard is None or state is not None:
             return stream
-        return stream._replace(samples=islice(stream.samples, part.read, None))
+        return stream._replace(samples=islice(stream.samples, shard.read, None))
 
-    def part(self, samples: Counted) -> PartPosition:
+    def shard_position(self, samples: CountingIterator) -> ShardPosition:
         """Return how far the dataset has been read."""
         if samples.ended or not self.has_state:
-            return PartPosition(samples.count, None, samples.ended)
-        # Pickled at once: what state_dict returns may change while the dataset is read.
-        return PartPosition(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
+            return ShardPosition(samples.count, None, samples.ended)
+        # Pickled immediately: the object from state_dict may change while the dataset is read.
+        return ShardPosition(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
 
     def _go_to(self, state: bytes | None) -> None:
         dataset: Any = self.dataset
@@ -122,66 +124,76 @@ class Source:
         dataset.load_state_dict(pickle.loads(state or self._initial))
 
 
-def read(source: Source, group: int, start: int, place: StreamPosition | None, head: int) -> Reading:
+def read(
+    source: Source, chunk: int, start: int, resume_from: StreamPosition | None, head: int
+) -> StreamReader:
     """Start reading a stream.
 
     Args:
         source: The dataset.
-        group: Samples that a worker gives when it is its turn, if the dataset divides itself.
-        start: Samples to pass over, if there is no place. A dataset that divides itself over workers is read
-            from the start of its parts: how far each of them was is not known.
-        place: Where to start.
-        head: How many of the first samples of the epoch may be needed, to pad the last step; of a dataset
-            that divides itself, `group` at most.
+        chunk: Samples that a worker yields per turn, if the dataset splits itself.
+        start: Samples to skip, if there is no position. A dataset that splits itself over workers is read
+            from the start of its shards: how far each of them was is unknown.
+        resume_from: Where to start.
+        head: How many of the first samples of the epoch may be needed to pad the last step; of a dataset that
+            splits itself, at most `chunk`.
     """
-    if place is None:
-        return _from_start(source, group, start, head)
+    if resume_from is None:
+        return _from_start(source, chunk, start, head)
     info = get_worker_info()
-    # Between two turns every part stands where its mark says; inside of one some samples are still to come.
-    in_turn = place.left == place.chunk == group and not place.ahead
-    if in_turn and info is not None and place.num_workers == info.num_workers:
-        return _one_part(source, group, place, info.id, head)
-    return _all_parts(source, place, head)
+    # Between two turns every shard is at its recorded position; within a turn some samples are missing.
+    is_between_turns = resume_from.left == resume_from.chunk == chunk and not resume_from.ahead
+    if is_between_turns and info is not None and resume_from.num_workers == info.num_workers:
+        return _resume_one_shard(source, chunk, resume_from, info.id, head)
+    return _resume_all_shards(source, resume_from, head)
 
 
-def _from_start(source: Source, group: int, start: int, count: int) -> Reading:
+def _from_start(source: Source, chunk: int, start: int, count: int) -> StreamReader:
     stream = source.open()
-    head = list(islice(stream.samples, min(count, group) if stream.divided else count))
+    head = list(islice(stream.samples, min(count, chunk) if stream.split_by_workers else count))
     samples = chain(head, stream.samples)
-    # How many of the first `start` samples are those of this worker is not known.
-    counted = Counted(samples) if stream.divided else Counted(islice(samples, start, None), start)
+    # How many of the first `start` samples belong to this worker is unknown.
+    iterator = (
+        CountingIterator(samples)
+        if stream.split_by_workers
+        else CountingIterator(islice(samples, start, None), start)
+    )
 
-    def mark() -> StreamPosition | Mark:
-        part = source.part(counted)
-        if stream.divided:
-            return Mark(stream.worker, stream.num_workers, group, part)
-        return StreamPosition(group, group, 0, (part,))
+    def position() -> StreamPosition | BlockPosition:
+        shard = source.shard_position(iterator)
+        if stream.split_by_workers:
+            return BlockPosition(stream.worker, stream.num_workers, chunk, shard)
+        return StreamPosition(chunk, chunk, 0, (shard,))
 
-    return Reading(stream.worker, stream.num_workers, stream.divided, counted.take, mark, head)
-
-
-def _one_part(source: Source, group: int, place: StreamPosition, worker: int, count: int) -> Reading:
-    """Go on with one part of a divided stream; the loader's first worker gets the one whose turn it is."""
-    workers = place.num_workers
-    number = (worker + place.turn) % workers
-    part = place.parts[number]
-    head = _head(source, min(count, group), (number, workers))
-    counted = Counted(source.open(part, (number, workers)).samples, part.read)
-
-    def mark() -> Mark:
-        return Mark(number, workers, group, source.part(counted))
-
-    return Reading(number, workers, True, counted.take, mark, head)
+    return StreamReader(
+        stream.worker, stream.num_workers, stream.split_by_workers, iterator.take, position, head
+    )
 
 
-def _all_parts(source: Source, place: StreamPosition, count: int) -> Reading:
-    """Go on with all parts of a stream, in the order in which the workers took turns."""
+def _resume_one_shard(
+    source: Source, chunk: int, resume_from: StreamPosition, worker: int, count: int
+) -> StreamReader:
+    """Continue with one shard of a split stream; the loader's first worker gets the one whose turn it is."""
+    workers = resume_from.num_workers
+    number = (worker + resume_from.turn) % workers
+    shard = resume_from.parts[number]
+    head = _head(source, min(count, chunk), (number, workers))
+    iterator = CountingIterator(source.open(shard, (number, workers)).samples, shard.read)
+
+    def position() -> BlockPosition:
+        return BlockPosition(number, workers, chunk, source.shard_position(iterator))
+
+    return StreamReader(number, workers, True, iterator.take, position, head)
+
+
+def _resume_all_shards(source: Source, resume_from: StreamPosition, count: int) -> StreamReader:
+    """Continue with all shards of a stream, in the order in which the workers took turns."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-    head = _head(source, count, (0, place.num_workers))
-    turns = _Turns(source, place)
-    turns.pass_over(place.ahead)
-    return Reading(worker, workers, False, turns.take, turns.place, head)
+    head = _head(source, count, (0, resume_from.num_workers))
+    turns = _Turns(source, resume_from)
+    turns.skip(resume_from.ahead)
+    return StreamReader(worker, workers, False, turns.take, turns.position, head)
 
 
 def _head(source: Source, count: int, worker: tuple[int, int]) -> list[Any]:
@@ -191,18 +203,18 @@ def _head(source: Source, count: int, worker: tuple[int, int]) -> list[Any]:
 
 
 class _Turns:
-    """The samples of the parts of a stream, chunk by chunk in turn."""
+    """The samples of the shards of a stream, chunk by chunk in turn."""
 
     def __init__(self, source: Source, start: StreamPosition) -> None:
         self.chunk, self.left, self.turn = start.chunk, start.left, start.turn
         self.parts = list(start.parts)
         self.num_workers = start.num_workers
-        # Before `open` moves the state: all copies start alike.
+        # Before `open` moves the state: all copies start equal.
         copied = source.has_state and len(self.parts) > 1  # one dataset has one state
         self.sources = [copy.deepcopy(source) if copied else source for _ in self.parts]
-        # A part is opened when it is its turn: opening reads a sample ahead.
-        self.open: list[Counted | None] = [None] * len(self.parts)
-        self.ended = 0  # parts in a row that had nothing to give in a whole turn
+        # A shard is opened at its turn: opening reads a sample ahead.
+        self.open: list[CountingIterator | None] = [None] * len(self.parts)
+        self.ended = 0  # consecutive shards that yielded nothing in a full turn
 
     def take(self, number: int) -> list[Any]:
         """Return the next samples, fewer only at the end."""
@@ -211,55 +223,54 @@ class _Turns:
             taken += self._turn(number - len(taken))[0]
         return taken
 
-    def pass_over(self, samples: int) -> None:
-        """Leave out samples, counted as a run counts them: a part's last, short chunk as a whole one."""
+    def skip(self, samples: int) -> None:
+        """Skip samples, counted as in a run: a shard's last, short chunk counts as a full one."""
         while samples > 0 and self.ended < len(self.parts):
             samples -= self._turn(samples)[1]
 
-    def place(self) -> StreamPosition:
-        """Return where the stream is."""
+    def position(self) -> StreamPosition:
+        """Return the current position."""
         for number, samples in enumerate(self.open):
             if samples is not None:
-                self.parts[number] = self.sources[number].part(samples)
+                self.parts[number] = self.sources[number].shard_position(samples)
         return StreamPosition(self.chunk, self.left, self.turn, tuple(self.parts), self.num_workers)
 
-    def _turn(self, most: int) -> tuple[list[Any], int]:
-        """Read from the part whose turn it is.
+    def _turn(self, limit: int) -> tuple[list[Any], int]:
+        """Read from the shard whose turn it is.
 
         Args:
-            most: Samples to read, at most.
+            limit: Maximum number of samples to read.
 
         Returns:
-            The samples, and how many of the turn they take: more if the part ends with them.
+            The samples, and how many of the turn they use: more if the shard ends with them.
         """
-        wanted = min(self.left, most)
-        taken = self._opened().take(wanted)
+        wanted = min(self.left, limit)
+        taken = self._current().take(wanted)
         has_ended = not taken and self.left == self.chunk
         self.ended = self.ended + 1 if has_ended else 0
-        # A short chunk at the end of a part counts as a whole one, as it did when the place was counted.
+        # A short chunk at the end of a shard counts as a full one, as it did when the position was recorded.
         used = wanted if len(taken) == wanted else 0 if has_ended else self.left
         self.left -= used
         if has_ended or not self.left:
             self.turn, self.left = (self.turn + 1) % len(self.parts), self.chunk
         return taken, used
 
-    def _opened(self) -> Counted:
-        found = self.open[self.turn]
-        if found is None:
-            part = self.parts[self.turn]
-            stream = self.sources[self.turn].open(part, (self.turn, self.num_workers))
-            found = self.open[self.turn] = Counted(stream.samples, part.read)
-        return found
+    def _current(self) -> CountingIterator:
+        iterator = self.open[self.turn]
+        if iterator is None:
+            shard = self.parts[self.turn]
+            stream = self.sources[self.turn].open(shard, (self.turn, self.num_workers))
+            iterator = self.open[self.turn] = CountingIterator(stream.samples, shard.read)
+        return iterator
 
 
 def open_stream(dataset: Iterable[Any], worker: tuple[int, int] | None = None) -> Stream:
     """Start reading a dataset.
 
     Args:
-        dataset: The dataset. If it asks for the number of workers before it gives its first sample, it
-            divides itself over them.
-        worker: (index, number) of the worker that it is to think it is in, a number of 0 for none; this one
-            by default.
+        dataset: The dataset. If it reads the number of workers before it yields its first sample, it splits
+            itself over them.
+        worker: (index, number) of the worker that it should see, a number of 0 for none; by default this one.
 
     Returns:
         The stream.
@@ -269,26 +280,26 @@ def open_stream(dataset: Iterable[Any], worker: tuple[int, int] | None = None) -
         worker = (0, 0) if info is None else (info.id, info.num_workers)
     if info is None and not worker[1]:
         return Stream(iter(dataset))
-    watch = _Watch(info, *worker)
-    with _shown(watch if worker[1] else None):
+    worker_info = _WorkerInfoProxy(info, *worker)
+    with _patched_worker_info(worker_info if worker[1] else None):
         samples = iter(dataset)
-        # A generator asks for its worker when its first sample is asked for.
+        # A generator reads its worker info when its first sample is requested.
         head = list(islice(samples, 1))
-    return Stream(chain(head, samples), worker[0], max(worker[1], 1), watch.asked)
+    return Stream(chain(head, samples), worker[0], max(worker[1], 1), worker_info.was_queried)
 
 
-class _Watch:
-    """A worker's information that notes whether somebody asks for the number of workers."""
+class _WorkerInfoProxy:
+    """A worker info that records whether the number of workers is read."""
 
     def __init__(self, info: Any, index: int, number: int) -> None:
         self.info = info
         self.id = index
         self.number = number
-        self.asked = False
+        self.was_queried = False
 
     @property
     def num_workers(self) -> int:
-        self.asked = True
+        self.was_queried = True
         return self.number
 
     def __getattr__(self, name: str) -> Any:
@@ -296,21 +307,21 @@ class _Watch:
 
 
 @contextmanager
-def _shown(watch: _Watch | None) -> Iterator[None]:
-    # torch has no public way to see this; get_worker_info returns this variable.
-    before = torch_worker._worker_info
-    torch_worker._worker_info = watch  # type: ignore[assignment]
+def _patched_worker_info(worker_info: _WorkerInfoProxy | None) -> Iterator[None]:
+    # torch has no public way to detect this; get_worker_info returns this variable.
+    previous = torch_worker._worker_info
+    torch_worker._worker_info = worker_info  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch_worker._worker_info = before
+        torch_worker._worker_info = previous
 
 
 def has_state(item: Any) -> bool:
-    """Return whether something can say its own state, and load it."""
+    """Return whether an object has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _forgets(dataset: Any) -> bool:
-    """Whether a state of a Hugging Face dataset leaves samples out: those in the buffer of a shuffle."""
+def _loses_samples(dataset: Any) -> bool:
+    """Whether a state of a Hugging Face dataset loses samples: those in the buffer of a shuffle."""
     return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in steps_of(dataset))

@@ -1,1 +1,1 @@
-"""Loaders and samplers of torchdata."""
+"""Compatibility with torchdata's loaders and samplers."""

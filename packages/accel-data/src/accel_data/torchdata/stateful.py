@@ -1,4 +1,4 @@
-"""Loaders and samplers of torchdata, where it is installed (the extra `stateful`)."""
+"""Loaders and samplers of torchdata, if it is installed (the extra `stateful`)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
     """Return torchdata's StatefulDataLoader, or torch's DataLoader."""
     if not stateful:
         return DataLoader
-    found: type[DataLoader[Any]] = require(
+    loader: type[DataLoader[Any]] = require(
         "torchdata.stateful_dataloader", "stateful", "accel-data"
     ).StatefulDataLoader
-    return found
+    return loader
 
 
 _classes: dict[type, type] = {}
-"""Classes that are torchdata's loader too, by those that they were made from."""
+"""Subclasses that are also torchdata's loader, by the original class."""
 
 
 def stateful_class(kind: type[DataLoader[Any]]) -> type[Any]:
-    """Return the class of a prepared loader that is torchdata's StatefulDataLoader too.
+    """Return a subclass of a prepared loader that is also torchdata's StatefulDataLoader.
 
-    It reads as before: torchdata's part is that the loader is an instance of its class.
+    It reads as before: it is only an instance of torchdata's class.
 
     Args:
         kind: The class of the loader.
@@ -50,8 +50,8 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[Any]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__iter__": kind.__iter__,
-        "__reduce__": lambda self: (_empty, (kind,), self.__dict__),  # the class has no name of its own
-        # torch's own: torchdata's iterators would count batches a second time.
+        "__reduce__": lambda self: (_empty, (kind,), self.__dict__),  # the class has no importable name
+        # torch's: torchdata's iterators would count batches twice.
         "_get_iterator": DataLoader._get_iterator,
     }
     _classes[kind] = type(kind.__name__, (kind, base), content)
@@ -68,32 +68,32 @@ def is_stateful(dataloader: DataLoader[Any]) -> bool:
     return module is not None and isinstance(dataloader, module.StatefulDataLoader)
 
 
-def as_plain(sampler: Any, generator: torch.Generator | None, data_seed: int | None) -> Any:
-    """Return a sampler of torch in place of one of torchdata, which remembers a place of its own.
+def as_torch_sampler(sampler: Any, generator: torch.Generator | None, data_seed: int | None) -> Any:
+    """Return a sampler of torch to replace one of torchdata, which tracks its own position.
 
     Args:
         sampler: Any sampler or batch sampler. It is not changed.
         generator: The user's generator, that of the loader. A random sampler that draws from another one,
-            which torchdata makes where there is none, gets an order that is a function of seed and epoch.
-        data_seed: Its seed; by default the one that its generator began with.
+            which torchdata makes if there is none, gets an order that is a function of seed and epoch.
+        data_seed: Its seed; by default the initial seed of its generator.
 
     Returns:
-        A sampler that gives the same indices (in another order, if it is such a random one); the given one if
-        it is not of torchdata.
+        A sampler with the same indices (in another order, if it is such a random sampler); the original if it
+        is not of torchdata.
     """
     module = sys.modules.get(_SAMPLERS)
     if module is None:
         return sampler
     if type(sampler) is module.BatchSampler:
-        inner = as_plain(sampler.sampler, generator, data_seed)
+        inner = as_torch_sampler(sampler.sampler, generator, data_seed)
         return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
     if isinstance(sampler, BatchSampler) and type(sampler.sampler) is module.RandomSampler:
         changed = copy.copy(sampler)
-        changed.sampler = as_plain(sampler.sampler, generator, data_seed)
+        changed.sampler = as_torch_sampler(sampler.sampler, generator, data_seed)
         return changed
     if type(sampler) is not module.RandomSampler:
         return sampler
-    # The private field is None where the sampler follows the length of its dataset.
+    # The private field is None if the sampler follows the length of its dataset.
     drawn = sampler.data_source, sampler.replacement, sampler._num_samples
     if sampler.generator is generator:
         return RandomSampler(*drawn, generator=generator)
