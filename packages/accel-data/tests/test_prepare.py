@@ -278,6 +278,7 @@ def test_padding_in_the_middle_of_a_stream_is_known():
     for length in (21, 23):
         loaders = prepared(lambda: DataLoader(Divided(length), 4, num_workers=2), 2, dispatch_batches=False)  # noqa: B023
         samples, batches = epoch_of(loaders)
+
         assert sorted(samples) == list(range(length))
         assert {len(batch) for rank in batches for batch in rank} == {4}
 

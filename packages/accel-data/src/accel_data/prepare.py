@@ -174,9 +174,8 @@ def prepare_data_loader(
         prepared = _shard(shard, dataloader, plan, existing, common)
     # Monitors are numbered per process group, so all ranks must create them for the same loader.
     if existing is not None and dp.all_ranks_prepare and _may_differ(prepared):
-        prepared.set_uneven_monitor(
-            UnevenLoaderMonitor(*(UNEVEN_PRESHARDED if existing.shard is None else UNEVEN_SHARDS))
-        )
+        reason_and_fix = UNEVEN_PRESHARDED if existing.shard is None else UNEVEN_SHARDS
+        prepared.set_uneven_monitor(UnevenLoaderMonitor(*reason_and_fix))
     is_shared_stream = isinstance(dataset, IterableDataset) and not isinstance(
         prepared.dataset, PreshardedStream
     )

@@ -175,7 +175,7 @@ def test_what_is_for_this_process_passes_through(kind, size):
 def test_what_is_for_another_process_is_refused(kind, place):
     loader = KINDS[kind](2, 3)
     here = f"this is process {place[0]} of {place[1]}"
-    message = rf"is for process 2 of 3, but {here}\. Pass (the whole dataset|a loader)"
+    message = rf"is for process 2 of 3, but {here}\. Pass (the full dataset|a loader)"
     with pytest.raises(ValueError, match=message):
         prepare_data_loader(loader, num_processes=place[1], process_index=place[0])
 
@@ -263,7 +263,7 @@ def refused(kind):
         ("missing", r"of process 0 is already sharded, but that of the processes \[1\] is not"),
         ("length", "12 on process 0, 13 on process 1"),
         ("batch size", "different batch sizes: 2 on process 0, 3 on process 1"),
-        ("subset", "different data in their Subset .*Pass a seed to what shuffles or splits"),
+        ("subset", "different data in their Subset .*Pass a seed to whatever shuffles or splits"),
     ],
 )
 def test_every_process_raises(world, kind, message):

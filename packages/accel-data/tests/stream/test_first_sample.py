@@ -83,7 +83,7 @@ def test_a_stream_that_shards_itself_is_not_sharded_again(world, length, workers
 
 def read_first(data, workers):
     rank = current_process().rank
-    told = warns_once(UserWarning, r"SelfSharded asks for the rank.*presharded=True")
+    told = warns_once(UserWarning, r"SelfSharded reads the rank.*presharded=True")
     loader = prepare_data_loader(DataLoader(data(12), 2, num_workers=workers))
     with told if rank == 0 and data is SelfSharded else nullcontext():
         return epochs(loader)

@@ -344,7 +344,7 @@ def test_marks_of_workers_make_a_place():
         ({"turn": 1}, "`turn` below the number of parts"),
         ({"left": 9}, "`left` at most `chunk`"),
         ({"ahead": -1}, "integers from 0 on"),
-        ({"num_workers": 2}, "one part for each worker"),
+        ({"num_workers": 2}, "one part per worker"),
         ({"parts": [{"read": 1.5, "state": None, "ended": False}]}, "integers from 0 on"),
         ({"parts": [{"read": 1}]}, "lacks 'state'"),
         ({"parts": None}, "impossible stream"),

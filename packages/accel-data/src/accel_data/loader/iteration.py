@@ -156,7 +156,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Whether no rank has a batch after this rank's last one."""
         shard = self._shard
         # A loader over its own shard ends by itself, whatever the other ranks have.
-        is_even = shard is None or shard.is_even or self._progress.part is not None
+        is_even = shard is None or shard.is_even or self._progress.pre_shard is not None
         counts = None if is_even or shard is None else shard.batches_per_rank
         return counts is None or run.steps == max(counts)
 
