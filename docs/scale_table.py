@@ -28,21 +28,21 @@ def language_model(
         inner: Features inside the feed-forward layers.
         heads: Heads of queries.
         groups: Heads of keys and of values.
-        words: Size of the vocabulary; the output has weights of its own.
+        words: Size of the vocabulary; the output has its own weights.
 
     Returns:
         Shapes and split dimensions by name, for `mesh_bytes`.
     """
     narrow = width // heads * groups  # grouped-query attention
     rows = {"q_proj": (width, width), "k_proj": (narrow, width), "v_proj": (narrow, width)}
-    parts = {f"self_attn.{name}.weight": (shape, 0) for name, shape in rows.items()}
-    parts["self_attn.o_proj.weight"] = (width, width), 1
-    parts |= {f"mlp.{name}_proj.weight": ((inner, width), 0) for name in ("gate", "up")}
-    parts["mlp.down_proj.weight"] = (width, inner), 1
+    weights = {f"self_attn.{name}.weight": (shape, 0) for name, shape in rows.items()}
+    weights["self_attn.o_proj.weight"] = (width, width), 1
+    weights |= {f"mlp.{name}_proj.weight": ((inner, width), 0) for name in ("gate", "up")}
+    weights["mlp.down_proj.weight"] = (width, inner), 1
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
     split = {"model.embed_tokens.weight": 0, "lm_head.weight": 0}
     for layer in range(layers):
-        for name, (shape, dim) in parts.items():
+        for name, (shape, dim) in weights.items():
             shapes[f"model.layers.{layer}.{name}"] = shape
             split[f"model.layers.{layer}.{name}"] = dim
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -52,16 +52,16 @@ def language_model(
 
 def rows():
     """Return the lines of the table in Markdown."""
-    head = ["model", "parameters", "processes", "replicas x shards x cp x tp", "own", "gathered", "all"]
+    head = ["model", "parameters", "processes", "replicas x shards x cp x tp", "sharded", "gathered", "all"]
     lines = [[*head, *(f"{device} GB" for device in DEVICES)], ["---"] * (len(head) + len(DEVICES))]
     for name, meshes in MESHES.items():
         shapes, split = language_model(**MODELS[name])
-        whole = mesh_bytes(shapes, split, MeshSizes()).parameters / 4
+        full = mesh_bytes(shapes, split, MeshSizes()).parameters / 4
         for sizes in meshes:
             mesh = MeshSizes(*sizes)
             needed = mesh_bytes(shapes, split, mesh)
             sums = (needed.total - needed.gathered, needed.gathered, needed.total)
-            line = [name, f"{whole / 1e9:.2f} billion", str(mesh.processes), " x ".join(map(str, sizes))]
+            line = [name, f"{full / 1e9:.2f} billion", str(mesh.processes), " x ".join(map(str, sizes))]
             line += [f"{count / 1e9:.1f}" for count in sums]
             lines.append([*line, *("yes" if needed.total <= size * 1e9 else "-" for size in DEVICES)])
     return ["| " + " | ".join(line) + " |" for line in lines]

@@ -1,4 +1,4 @@
-"""Trains on processes of which the last one reads its samples from a slower place."""
+"""Training in which the last process reads its samples from slower storage."""
 
 import time
 

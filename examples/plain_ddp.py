@@ -1,9 +1,9 @@
-"""Sharded, exact, resumable data in a plain PyTorch script: accel-data alone, without an Accelerator.
+"""Sharded, exact, resumable data in a plain PyTorch script: only accel-data, without an Accelerator.
 
     python examples/plain_ddp.py
     torchrun --nproc_per_node 2 examples/plain_ddp.py
 
-Both print the same losses. A run that stops can go on with another number of processes:
+Both print the same losses. A stopped run can continue with another number of processes:
 
     torchrun --nproc_per_node 2 examples/plain_ddp.py --checkpoint state.pt --stop_after 30
     python examples/plain_ddp.py --checkpoint state.pt
@@ -92,7 +92,7 @@ def main() -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Any) -> tuple[int, int]:
-    """Count each test image once: what only fills up the last batches is known, and left out."""
+    """Count each test image once: the padding of the last batches is known and left out."""
     counts = torch.zeros(2, dtype=torch.int64)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for images, labels in data:

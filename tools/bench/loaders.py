@@ -1,4 +1,4 @@
-"""Loaders: iterating one or a stream, one rank's share of many, a late resume, and the memory of an order.
+"""Loaders: iterating one or a stream, one rank's shard of many, a late resume, and the memory of an order.
 
 Peers are used through what they document: `prepare` for iterating, `prepare_data_loader` and
 `skip_first_batches` for one rank of many, which no other rank needs to be there for.
@@ -91,7 +91,7 @@ def measure_iteration(rank: int, size: int, kind: str, num_workers: int, rounds:
 
 
 class CheapStream(IterableDataset[int]):
-    """Numbers, which cost next to nothing: what a loader adds to a batch of them is seen."""
+    """Numbers, which cost almost nothing: this shows the overhead of a loader per batch."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(EPOCH)
@@ -144,7 +144,7 @@ def _check_whole_epoch(name: str, batches: Iterable[torch.Tensor]) -> None:
 
 
 def shard_rows(*, quick: bool = False) -> list[Row]:
-    """Measure what one rank's share of an epoch costs, beside accelerate and over the number of ranks."""
+    """Measure the cost of one rank's shard of an epoch, compared with accelerate and by the number of ranks."""
     samples: Samples = run_workers("loaders:measure_shards", 1, rounds=2 if quick else 9)
     compared = ratios(samples)
     seconds = f"{1e3 * median(samples[BASELINE]):.0f} ms"
@@ -168,7 +168,7 @@ def shard_rows(*, quick: bool = False) -> list[Row]:
 
 
 def measure_shards(rank: int, size: int, rounds: int) -> Samples:
-    """Time one rank's walk over the batches of an epoch, its order included; runs in a worker."""
+    """Time one rank's iteration over the batches of an epoch, including its order; runs in a worker."""
     torch.set_num_threads(1)
     contestants = {
         BASELINE: _share("accel_data", WORLD),
@@ -185,7 +185,7 @@ def measure_shards(rank: int, size: int, rounds: int) -> Samples:
 
 
 def _share(package: str, world: int) -> Callable[[], int]:
-    """Return what reads all batches of indices of the rank in the middle, and returns their length."""
+    """Return a function that reads all index batches of the middle rank and returns their length."""
     loader = importlib.import_module(package).prepare_data_loader(
         DataLoader(range(SHARD_LENGTH), SHARD_BATCH, shuffle=True),  # type: ignore[arg-type]
         num_processes=world,
@@ -239,7 +239,7 @@ def measure_resume(rank: int, size: int, rounds: int) -> Samples:
 
 
 def _first_batch(prepare: Callable[[], Any]) -> Callable[[], float]:
-    """Return the measure of what passes from asking a loader to iterate to its first batch."""
+    """Return a function that measures the time from starting the iteration to the first batch."""
 
     def measure() -> float:
         loader = prepare()
@@ -255,7 +255,7 @@ def _first_batch(prepare: Callable[[], Any]) -> Callable[[], float]:
 
 
 def memory_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the peak of memory up to the first batch, in processes that do nothing else."""
+    """Measure the peak memory up to the first batch, in processes that do nothing else."""
     length = MEMORY_LENGTH // (10 if quick else 1)
     names = ["plain", "accel_data"]
     if importlib.util.find_spec("accelerate"):
@@ -277,7 +277,7 @@ def _peak(package: str, length: int, world: int) -> float:
 
 
 def measure_peak(rank: int, size: int, package: str, length: int, world: int) -> int:
-    """Return by how many bytes the peak of this process's memory grows up to the first batch."""
+    """Return the growth in bytes of this process's peak memory up to the first batch."""
     torch.set_num_threads(1)
     _first(package, 1000, world)  # what is imported and made once is no cost of the samples
     before = _high_water_mark()

@@ -1,4 +1,4 @@
-"""Shuffled orders that are computed from a key: how a share begins, its memory, and what a sample costs.
+"""Shuffled orders that are computed from a key: the start of a shard, its memory, and the cost per sample.
 
 Nothing else here draws the order of 10 billion samples: torch's would take 80 GB.
 """
@@ -30,7 +30,7 @@ WALKED, WALK_LIMIT, SHARE_LIMIT = 4_000_000, 3.0, 1.0
 
 
 def order_rows(*, quick: bool = False) -> list[Row]:
-    """Measure keyed orders beside those of torch."""
+    """Compare keyed orders with those of torch."""
     samples: Samples = run_workers("orders:measure_keyed", 1, rounds=3 if quick else 9)
     compared = ratios(samples)
     shared = f"share of 1 rank of {WORLD} of 10 thousand million samples, keyed"
@@ -59,7 +59,7 @@ def order_rows(*, quick: bool = False) -> list[Row]:
 
 
 def measure_keyed(rank: int, size: int, rounds: int) -> Samples:
-    """Time the beginning of a share, and walks over all of one; runs in a worker."""
+    """Time the start of a shard, and iterating all of it; runs in a worker."""
     torch.set_num_threads(1)
     huge = _loader(LENGTH, WORLD)
     late = skip_first_batches(huge, int(0.9 * len(huge)))
@@ -78,7 +78,7 @@ def measure_keyed(rank: int, size: int, rounds: int) -> Samples:
 
 
 def measure_keyed_peak(rank: int, size: int) -> int:
-    """Return by how many bytes the peak of this process's memory grows over a share; runs in a worker."""
+    """Return the growth in bytes of this process's peak memory over a shard; runs in a worker."""
     torch.set_num_threads(1)
     _first(_loader(10**6, 8))  # what is loaded once is no cost of the samples
     before = _high_water_mark()
@@ -93,7 +93,7 @@ def _loader(length: int, world: int, order: Any = "keyed") -> Any:
 
 
 def _first(loader: Any) -> int:
-    """Return the first index of a pass, for which no sample is read."""
+    """Return the first index of an iteration, without reading a sample."""
     started = loader._start_pass()
     (index, *_) = next(iter(loader.batch_sampler))
     loader._progress.finish(started, True)
@@ -101,6 +101,6 @@ def _first(loader: Any) -> int:
 
 
 def _walk(order: str, world: int) -> Callable[[], int]:
-    """Return what walks over all indices of the rank in the middle, and returns their sum."""
+    """Return a function that iterates all indices of the middle rank and returns their sum."""
     loader = _loader(WALKED, world, order)
     return lambda: sum(map(sum, loader.batch_sampler))

@@ -1,4 +1,4 @@
-"""An epoch of batches that a device computes on: accel's loader, which copies ahead, beside a pinned one."""
+"""An epoch of batches that a device computes on: accel's loader, which copies ahead, compared with a pinned one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def measure_loader(rank: int, size: int, num_workers: int, batches: int, rounds:
 
 
 class _Compute:
-    """Some matrix products with each batch, which the device is busy with while the next one is read."""
+    """Some matrix products per batch, which keep the device busy while the next one is read."""
 
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)

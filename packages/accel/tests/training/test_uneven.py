@@ -244,7 +244,7 @@ def test_parts_that_differ_raise_in_the_step_that_another_process_does_not_make(
     assert results[less] == ([], [])
     assert len(errors) == 2  # in each epoch
     assert f"process {less} has only {batches} batches of the DataLoaderShard over Part" in errors[0]
-    assert f"process {more} is in step {batches + 1}, as each process was given a part" in errors[0]
+    assert f"process {more} is in step {batches + 1}, as each process was given its own shard" in errors[0]
     assert "prepare the full dataset on every process" in errors[0]
     if first == 1 and batches:  # else it is not yet known when the step begins
         assert f"Process {less} has only {batches} batches of this loader" in told[0]
