@@ -144,7 +144,7 @@ def _check_whole_epoch(name: str, batches: Iterable[torch.Tensor]) -> None:
 
 
 def shard_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the cost of one rank's shard of an epoch, compared with accelerate and by the number of ranks."""
+    """Measure the cost of one rank's shard of an epoch, against accelerate and by the number of ranks."""
     samples: Samples = run_workers("loaders:measure_shards", 1, rounds=2 if quick else 9)
     compared = ratios(samples)
     seconds = f"{1e3 * median(samples[BASELINE]):.0f} ms"

@@ -1,4 +1,4 @@
-"""An epoch of batches that a device computes on: accel's loader, which copies ahead, compared with a pinned one."""
+"""An epoch of batches that a device computes on: accel's loader, which copies ahead, against a pinned one."""
 
 from __future__ import annotations
 
