@@ -22,10 +22,10 @@ from accel.engines.common.replica_check import ReplicaCheck
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
-from accel.models.fp8.choice import resolve_fp8
-from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.watchdog import WatchdogKwargs
+from accel.precision.fp8.choice import resolve_fp8
+from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.tracking import GeneralTracker
 from accel.training.arguments import resolve_accumulation
 from accel_ckpt.errors import CheckpointError

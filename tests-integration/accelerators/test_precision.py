@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.models.fp8.ao import has_ao_layers
-from accel.models.fp8.recipes import AORecipeKwargs
+from accel.precision.fp8.ao import has_ao_layers
+from accel.precision.fp8.recipes import AORecipeKwargs
 from accel_optim.handlers import GradScalerKwargs
 from accel_world.devices import on_devices
 

@@ -24,7 +24,7 @@ _LATER = {
     "accel.engines.ddp.engine",
     "accel.engines.fsdp1",
     "accel.engines.mesh",
-    "accel.models.fp8.recipes",
+    "accel.precision.fp8.recipes",
     "accel.observe.guard",
     "accel.observe.profiling.recording",
     "accel.observe.statistics",

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from accel.engines import Engine, find_engine
 from accel.engines.base.context import EngineContext
-from accel.models.precision import Precision
+from accel.precision.autocast import Precision
 from accel_state.logging.loggers import get_logger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.engines.choice import Choice
-    from accel.models.fp8.choice import Fp8
+    from accel.precision.fp8.choice import Fp8
     from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient import GradientState
@@ -85,7 +85,7 @@ def start_engine(
 def _resolve_fp8(precision: str, recipe: Any) -> Fp8 | None:
     if precision != "fp8" and recipe is None:
         return None
-    from accel.models.fp8.choice import resolve_fp8  # most programs have no use for its recipes
+    from accel.precision.fp8.choice import resolve_fp8  # most programs have no use for its recipes
 
     return resolve_fp8(precision, recipe)
 

@@ -57,7 +57,7 @@ class Handlers:
 def _fields() -> dict[type, str]:
     """The field of `Handlers` of each kind of handlers."""
     # Imported with the first handler, which most programs do not have.
-    from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
     return {
         AutocastKwargs: "autocast",

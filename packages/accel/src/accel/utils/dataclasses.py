@@ -6,10 +6,10 @@ from accel.engines.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.engines.sharded.layer_classes import get_module_class_from_name as get_module_class_from_name
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel.models.fp8.recipes import AORecipeKwargs as AORecipeKwargs
-from accel.models.fp8.recipes import FP8RecipeKwargs as FP8RecipeKwargs
-from accel.models.fp8.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from accel.models.fp8.recipes import TERecipeKwargs as TERecipeKwargs
+from accel.precision.fp8.recipes import AORecipeKwargs as AORecipeKwargs
+from accel.precision.fp8.recipes import FP8RecipeKwargs as FP8RecipeKwargs
+from accel.precision.fp8.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accel.precision.fp8.recipes import TERecipeKwargs as TERecipeKwargs
 from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_ops.trees.tensors import TensorInformation as TensorInformation

@@ -32,7 +32,7 @@ from accel.big_models.parameters import (
     move,
     on_meta,
 )
-from accel.models.untraced import run_untraced
+from accel.precision.outside_dynamo import call_outside_dynamo
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device
 
@@ -319,7 +319,7 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: The module, for messages.
         """
-        run_untraced(AlignDevicesHook._load, self, module)
+        call_outside_dynamo(AlignDevicesHook._load, self, module)
 
     def _load(self, module: nn.Module) -> None:
         with self._lock:
@@ -363,7 +363,7 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: The module.
         """
-        run_untraced(AlignDevicesHook._unload, self, module)
+        call_outside_dynamo(AlignDevicesHook._unload, self, module)
 
     def _unload(self, module: nn.Module) -> None:
         with self._lock:

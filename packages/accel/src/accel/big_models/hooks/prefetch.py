@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.big_models.hooks.base import Arguments, ModelHook
-from accel.models.untraced import run_untraced
+from accel.precision.outside_dynamo import call_outside_dynamo
 from accel_ckpt.weights.mapped import read_pages
 
 _Weights = dict[str, torch.Tensor]
@@ -190,17 +190,17 @@ class EndOfForward(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Begin it."""
-        run_untraced(Prefetcher.begin, self.prefetcher)
+        call_outside_dynamo(Prefetcher.begin, self.prefetcher)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """End it."""
-        run_untraced(Prefetcher.finish, self.prefetcher)
+        call_outside_dynamo(Prefetcher.finish, self.prefetcher)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
         """End it."""
-        run_untraced(Prefetcher.finish, self.prefetcher)
+        call_outside_dynamo(Prefetcher.finish, self.prefetcher)
 
 
 def _read(reads: list[tuple[_Loading, _Read]]) -> None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.models.precision import Precision
+from accel.precision.autocast import Precision
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.models.fp8.choice import Fp8
+    from accel.precision.fp8.choice import Fp8
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin

@@ -24,8 +24,8 @@ from accel.engines.common.checks import (
     mapped_devices,
     named_parameters,
 )
-from accel.models.precision import wrap_forward
-from accel.models.regions import compile_regions
+from accel.precision.autocast import wrap_forward
+from accel.precision.compile import compile_regions
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import check_lomo
 from accel_optim.optimizer import AcceleratedOptimizer

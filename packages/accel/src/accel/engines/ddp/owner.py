@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.engines.base import Joining
 from accel.engines.common.loose import average_gradients
 from accel.engines.common.owner import TrainingOwner
-from accel.models.untraced import run_untraced
+from accel.precision.outside_dynamo import call_outside_dynamo
 from accel_ops.trees.walk import flatten
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Local:
         # What torch.compile sees has to call a function that it leaves alone, whose wrapper costs more than
         # all else in a step of other programs.
         if torch.compiler.is_compiling():
-            run_untraced(_follow, self.models, model, output)
+            call_outside_dynamo(_follow, self.models, model, output)
         elif self.models and model.require_forward_param_sync:
             _follow(self.models, model, output)
 

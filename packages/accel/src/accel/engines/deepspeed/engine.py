@@ -27,8 +27,8 @@ from accel.engines.deepspeed.wrappers import (
 )
 from accel.engines.mesh.shard import check_layout, check_sparse
 from accel.engines.mesh.tensor.split import is_split
-from accel.models.precision import wrap_forward
-from accel.models.regions import compile_regions_deepspeed
+from accel.precision.autocast import wrap_forward
+from accel.precision.compile import compile_regions_deepspeed
 
 if TYPE_CHECKING:
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin

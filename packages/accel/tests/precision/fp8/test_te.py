@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel.models.fp8 import te
-from accel.models.fp8.recipes import TERecipeKwargs
+from accel.precision.fp8 import te
+from accel.precision.fp8.recipes import TERecipeKwargs
 
 DELAYED = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")  # as of 2.20
 

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
-from accel.models.fp8.ao import (
+from accel.precision.fp8.ao import (
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
     has_ao_layers,
     torchao_required,
 )
-from accel.models.fp8.recipes import AORecipeKwargs
+from accel.precision.fp8.recipes import AORecipeKwargs
 from accel_state.parallelism.config import ParallelismConfig
 from accel_world.warned import warns_once
 
@@ -88,7 +88,7 @@ def test_inner_layers_are_converted_in_place_with_their_parameters():
 
 
 def test_a_function_that_needs_torchao_says_so(monkeypatch):
-    monkeypatch.setattr("accel.models.fp8.ao.is_torchao_available", lambda: False)
+    monkeypatch.setattr("accel.precision.fp8.ao.is_torchao_available", lambda: False)
     with pytest.raises(ImportError, match=r"quantize needs torchao.*accel\[fp8\]"):
         torchao_required(quantize)()
 

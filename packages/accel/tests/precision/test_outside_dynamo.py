@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from accel.models.untraced import run_untraced
+from accel.precision.outside_dynamo import call_outside_dynamo
 
 calls: list[tuple[int, bool]] = []
 
@@ -18,7 +18,7 @@ def note(number: int) -> None:
 
 def test_a_function_is_called_as_ever() -> None:
     calls.clear()
-    run_untraced(note, 1)
+    call_outside_dynamo(note, 1)
 
     assert calls == [(1, False)]
 
@@ -29,7 +29,7 @@ def test_a_compiled_function_calls_it_each_time() -> None:
     @torch.compile(backend="eager")
     def compiled(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        run_untraced(note, 2)
+        call_outside_dynamo(note, 2)
         return y * 2
 
     for _ in range(3):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from accel.accelerator import Accelerator
-from accel.models.fp8 import choice
-from accel.models.fp8.choice import resolve_fp8
-from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.precision.fp8 import choice
+from accel.precision.fp8.choice import resolve_fp8
+from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

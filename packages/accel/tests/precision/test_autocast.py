@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from accel.models.precision import Precision, wrap_forward
+from accel.precision.autocast import Precision, wrap_forward
 from accel_ops.modules import extract_model_from_parallel
 from accel_optim.handlers import AutocastKwargs
 

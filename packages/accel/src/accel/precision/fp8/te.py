@@ -15,7 +15,7 @@ from accel_state.imports.packages import install_hint
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.models.fp8.recipes import TERecipeKwargs
+    from accel.precision.fp8.recipes import TERecipeKwargs
 
 
 def library() -> Any:
@@ -155,7 +155,7 @@ def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: TERecipeKwarg
     Raises:
         ImportError: If Transformer Engine is not installed.
     """
-    from accel.models.fp8.recipes import TERecipeKwargs
+    from accel.precision.fp8.recipes import TERecipeKwargs
 
     library()
     handler = fp8_recipe_handler if fp8_recipe_handler is not None else TERecipeKwargs()

@@ -14,7 +14,7 @@ from accel_state.imports.packages import install_hint, require
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.models.fp8.recipes import AORecipeKwargs
+    from accel.precision.fp8.recipes import AORecipeKwargs
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def run_untraced(function: Callable[..., None], *args: Any) -> None:
+def call_outside_dynamo(function: Callable[..., None], *args: Any) -> None:
     """Call a function that changes a model or reads files; a compiler does not look into it.
 
     Args:
@@ -29,4 +29,4 @@ def run_untraced(function: Callable[..., None], *args: Any) -> None:
 _untraced: dict[Callable[..., None], Callable[..., None]] = {}
 
 # What torch.compiler.disable sets, without the import: a graph ends here.
-run_untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
+call_outside_dynamo._torchdynamo_disable = True  # type: ignore[attr-defined]

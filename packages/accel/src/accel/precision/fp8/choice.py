@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel.models.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.precision.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_state import env
 from accel_state.devices.probes import is_cuda_available
 from accel_state.imports.available import (
@@ -45,11 +45,11 @@ class Fp8:
         """
         if self.backend == "AO":
             # One of the two libraries: the other one need not be installed.
-            from accel.models.fp8 import ao
+            from accel.precision.fp8 import ao
 
             ao.apply(model, self.recipe, gathers)
         else:
-            from accel.models.fp8 import te
+            from accel.precision.fp8 import te
 
             te.apply(model, self.recipe)
 
@@ -106,7 +106,7 @@ def _check_installed(backend: str) -> None:
             f"Engine does it too: {install_hint('transformer-engine')}."
         )
     if backend == "TE":
-        from accel.models.fp8 import te
+        from accel.precision.fp8 import te
 
         te.library()
     if backend == "MSAMP":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.models.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.precision.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
 
 def te_fields(recipe: TERecipeKwargs) -> tuple:
