@@ -11,8 +11,8 @@ import torch
 
 from accel_ops.trees.send import send_to_device
 from accel_optim import scaler as scaling
+from accel_optim.gradient_sync import GradientSync
 from accel_optim.lomo import steps_in_backward
-from accel_optim.owner import ParameterOwner
 from accel_state.gradient import GradientState
 from accel_state.logging.warning import warn
 
@@ -76,7 +76,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: The gradient scaler to step through in fp16 training. Several optimizers may share one; the
             scale is then updated once all that have gradients have stepped.
         gradient_state: The accumulation window's state to follow; by default the newest.
-        owner: Who has the parameters and gradients; by default they are where the user sees them.
+        gradient_sync: Finds the trained parameters and reduces their gradients; by default nothing to do.
 
     Raises:
         TypeError: If `optimizer` is wrapped already, or is not an optimizer.
@@ -91,7 +91,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None = None,
         *,
         gradient_state: GradientState | None = None,
-        owner: ParameterOwner | None = None,
+        gradient_sync: GradientSync | None = None,
     ) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):
             raise TypeError(
@@ -105,7 +105,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.device_placement = device_placement
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
-        self.owner = ParameterOwner() if owner is None else owner
+        self.gradient_sync = GradientSync() if gradient_sync is None else gradient_sync
         self._start(scaler)
         if device_placement:
             self._place_state()
@@ -156,7 +156,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             param_group: `params` and the group's own options.
         """
         self.optimizer.add_param_group({**param_group, "params": self._present(param_group["params"])})
-        self.owner.take(self.param_groups[-1]["params"])
+        self.gradient_sync.register(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer."""
@@ -194,8 +194,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self.owner.holds_back:
-            self.owner.forget_gradients(self._parameters())
+        if self.gradient_sync.has_unreduced_grads:
+            self.gradient_sync.drop_gradients(self._parameters())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, at the window's boundary only.
@@ -220,13 +220,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._steps_inside_window += 1
             return None
         self._steps_inside_window, self._step_was_skipped = 0, False
-        # Local names: __getattr__ makes every attribute look-up on a wrapper slow.
-        optimizer, owner, scaler = self.optimizer, self.owner, self.scaler
+        # Local names: __getattr__ makes each look-up on a wrapper slow, also of what it has.
+        optimizer, sync, scaler = self.optimizer, self.gradient_sync, self.scaler
         if self._steps_in_backward:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             return None
-        if owner.acts:
-            owner.before_step(optimizer.param_groups)
+        if sync.is_active:
+            sync.before_step(optimizer.param_groups)
         if scaler is not None:
             return self._step_scaled(scaler, closure)
         if closure is None:
@@ -265,13 +265,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Put a schedule-free optimizer in training mode; a no-op for others."""
         # By its method: the schedule-free library need not be installed.
         if callable(train := getattr(self.optimizer, "train", None)):
-            self.owner.show_present()
+            self.gradient_sync.reshard()
             train()
 
     def eval(self) -> None:
         """Put a schedule-free optimizer in evaluation mode; a no-op for others."""
         if callable(evaluate := getattr(self.optimizer, "eval", None)):
-            self.owner.show_present()
+            self.gradient_sync.reshard()
             evaluate()
 
     def __getattr__(self, name: str) -> Any:
@@ -281,13 +281,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The gradient state belongs to the process, and the owner to an engine.
+        # The gradient state belongs to the process, and the gradient sync to an engine.
         return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": self.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = state["optimizer"]
         self.device_placement = state["device_placement"]
-        self.owner = ParameterOwner()
+        self.gradient_sync = GradientSync()
         self.gradient_state = GradientState()
         self._start(state["scaler"])
 
@@ -297,16 +297,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
-    def _present(self, parameters: Any) -> Any:
-        if isinstance(parameters, torch.Tensor):
-            return self.owner.present_all([parameters])
-        if isinstance(parameters, set | frozenset):
-            return parameters  # torch rejects it: its order differs between processes
-        parameters = list(parameters)
+    def _present(self, given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return self.gradient_sync.trained_parameters([given])
+        if isinstance(given, set | frozenset):
+            return given  # torch rejects it: its order is not that of other processes
+        given = list(given)
         # (name, parameter), which torch takes since 2.6.
-        if any(isinstance(item, tuple) for item in parameters):
-            return [(name, self.owner.present(parameter)) for name, parameter in parameters]
-        return self.owner.present_all(parameters)
+        if any(isinstance(item, tuple) for item in given):
+            return [(name, self.gradient_sync.trained_parameter(parameter)) for name, parameter in given]
+        return self.gradient_sync.trained_parameters(given)
 
     def _step_scaled(self, scaler: GradScaler, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:

@@ -53,5 +53,5 @@ def verify_before_save(run: Run, process: ProcessInfo) -> None:
     if not process.debug or process.world_size == 1 or not run.models:
         return
     # Replicas of LocalSGD are apart between its averages.
-    if not getattr(run.engine.owner, "may_differ", False):
+    if not getattr(run.engine.gradient_sync, "may_differ", False):
         verify_sync(run, run.models, buffers=False, rng=False)

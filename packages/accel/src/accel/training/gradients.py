@@ -30,12 +30,12 @@ def drop_gradients(run: Run) -> None:
     optimizers = (getattr(item, "optimizer", item) for item in run.optimizers)
     for holder in (*run.models, *optimizers):
         holder.zero_grad()
-    run.engine.owner.forget_gradients()
+    run.engine.gradient_sync.drop_gradients()
 
 
 def has_gradients(run: Run) -> bool:
     """Whether an accumulation window is open, or an engine holds gradients back in `no_sync`."""
-    return bool(run.window.step) or run.engine.owner.holds_back
+    return bool(run.window.step) or run.engine.gradient_sync.has_unreduced_grads
 
 
 class GradientControl:
@@ -209,8 +209,8 @@ class GradientControl:
         run = self.run
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if run.gradient_state.sync_gradients:
-            if run.engine.owner.acts:
-                run.engine.owner.finish_window()
+            if run.engine.gradient_sync.is_active:
+                run.engine.gradient_sync.finish_window()
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)
             gradients = run.gradients or run.engine.gradients
@@ -225,8 +225,8 @@ class GradientControl:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
         run = self.run
         if run.gradient_state.sync_gradients:
-            if run.engine.owner.acts:
-                run.engine.owner.finish_window()
+            if run.engine.gradient_sync.is_active:
+                run.engine.gradient_sync.finish_window()
             tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)
@@ -267,7 +267,7 @@ def _unscale_gradients(run: Run, optimizer: Any) -> None:
     if run.scaler is None or not run.gradient_state.sync_gradients:
         return
     # First, as what an engine still holds back is multiplied by the scale too.
-    run.engine.owner.finish_window()
+    run.engine.gradient_sync.finish_window()
     chosen: Sequence[Any] = run.optimizers
     if optimizer is not None:
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

@@ -152,7 +152,7 @@ class Watch:
         given: dict[int, torch.Tensor],
         known: dict[int, torch.Tensor],
     ) -> None:
-        size, averages = run.engine.loaders.data_shard[1], run.engine.owner.averages
+        size, is_standalone = run.engine.loaders.data_shard[1], run.engine.gradient_sync.is_standalone
         # On one process there is nobody to average with.
         if size == 1 or optimizer in self._compared:
             return
@@ -160,7 +160,7 @@ class Watch:
         own = [item for item in run.optimizers if run.engine.states.is_own(item)]
         theirs = {id(item) for each in own for item in _parameters(each)}
         new = [item for key, item in given.items() if key not in known and key not in theirs]
-        loose = [item for item in new if _has_whole_gradient(item) and not averages(item)]
+        loose = [item for item in new if _has_whole_gradient(item) and not is_standalone(item)]
         if not loose:
             return
         self._compared.add(optimizer)
@@ -263,8 +263,8 @@ def _is_meant(run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.T
 
 def _is_replaced(run: Run, given: dict[int, torch.Tensor]) -> bool:
     """Whether others are in place of an optimizer's parameters, since their model was sharded."""
-    present = run.engine.owner.present
-    return any(present(item) is not item for item in given.values() if isinstance(item, torch.nn.Parameter))
+    trained = run.engine.gradient_sync.trained_parameter
+    return any(trained(item) is not item for item in given.values() if isinstance(item, torch.nn.Parameter))
 
 
 def _wrong_steps(run: Run, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]) -> Iterator[str]:

@@ -111,7 +111,7 @@ def freeze_inside(late: bool, drops: bool) -> tuple[str, bool]:
         accelerator.backward(model(data(accelerator, 0)).square().mean())
         if drops:
             model.zero_grad()
-            accelerator.engine.owner.forget_gradients()
+            accelerator.engine.gradient_sync.drop_gradients()
     message = ""
     try:
         with accelerator.accumulate(model):

@@ -357,7 +357,7 @@ def test_the_environment_turns_it_on_and_arguments_come_first(monkeypatch: pytes
 def test_nothing_is_attached_when_it_is_off_or_has_stopped():
     accelerator, _, optimizer, _ = off = make()
     assert "backward" not in vars(accelerator.engine)
-    assert not {"acts", "finish_window"} & vars(accelerator.engine.owner).keys()
+    assert not {"is_active", "finish_window"} & vars(accelerator.engine.gradient_sync).keys()
     assert "step" not in vars(optimizer)
     one_step(off)
     parts = accelerator, model, optimizer, _ = make(GuardKwargs(action="stop"))
@@ -366,7 +366,7 @@ def test_nothing_is_attached_when_it_is_off_or_has_stopped():
     assert not model.first.weight._post_accumulate_grad_hooks
     accelerator.end_training()
     assert "backward" not in vars(accelerator.engine)
-    assert not {"acts", "finish_window"} & vars(accelerator.engine.owner).keys()
+    assert not {"is_active", "finish_window"} & vars(accelerator.engine.gradient_sync).keys()
     assert "step" not in vars(optimizer)
     one_step(parts, math.nan)
 

@@ -27,9 +27,9 @@ from accel.engines.common.checks import (
 from accel.precision.autocast import wrap_forward
 from accel.precision.compile import compile_regions
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
+from accel_optim.gradient_sync import GradientSync
 from accel_optim.lomo import check_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
-from accel_optim.owner import ParameterOwner
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
         self.context = context
         # Who has parameters and gradients. Optimizers keep it, so that it refers to no engine, and to models
         # weakly.
-        self.owner = ParameterOwner()
+        self.gradient_sync = GradientSync()
 
     @property
     def gradients(self) -> Gradients:
@@ -86,11 +86,11 @@ class Engine:
             check_offloaded_training(model, objects.evaluation_mode)
             check_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
             if has_scaler and not objects.evaluation_mode:
-                check_fp16(named_parameters(model), self.owner.present)
+                check_fp16(named_parameters(model), self.gradient_sync.trained_parameter)
         # Also where no model comes with it: optimizers may be prepared by themselves.
         for optimizer in objects.optimizers:
             if has_scaler:
-                check_fp16(named_parameters(optimizer), self.owner.present)
+                check_fp16(named_parameters(optimizer), self.gradient_sync.trained_parameter)
             check_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
             check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
 
@@ -145,7 +145,7 @@ class Engine:
             device_placement=place,
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
-            owner=self.owner,
+            gradient_sync=self.gradient_sync,
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
@@ -169,5 +169,5 @@ class Engine:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         # After it, as what was left out is known by now alone (a graph that is kept, parameters that were
         # unfrozen).
-        if self.owner.acts:
-            self.owner.after_backward(bool(kwargs.get("retain_graph")))
+        if self.gradient_sync.is_active:
+            self.gradient_sync.after_backward(bool(kwargs.get("retain_graph")))

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.engines.base import Engine, Gradients, Joining, Loaders
 from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.common.joint_checks import checking_together
-from accel.engines.common.loose import parameters_of
-from accel.engines.ddp.owner import ReplicaOwner
+from accel.engines.common.standalone import parameters_of
+from accel.engines.ddp.gradient_sync import DDPGradientSync
 from accel_optim.optimizer import AcceleratedOptimizer
 
 # Fields of DistributedDataParallelKwargs that configure the communication hook and not the constructor.
@@ -32,7 +32,7 @@ class DDPLoaders(Loaders):
     @property
     def joining(self) -> Joining:
         """Whether torch's Join is at work."""
-        return self.engine.owner.joining
+        return self.engine.gradient_sync.joining
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """Torch's Join: a process out of data shadows the collectives of the others.
@@ -67,7 +67,7 @@ class DDPGradients(Gradients):
         # window's last backward are the same.
         if ddp is None or _learns_graph(ddp):
             return contextlib.nullcontext()
-        return self.engine.owner.holding(ddp.no_sync())
+        return self.engine.gradient_sync.no_sync(ddp.no_sync())
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """As the base class.
@@ -75,7 +75,7 @@ class DDPGradients(Gradients):
         Raises:
             RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
         """
-        if self.engine.owner.joining.active:
+        if self.engine.gradient_sync.joining.active:
             raise RuntimeError(
                 "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
                 "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
@@ -96,7 +96,7 @@ class DDPEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self.owner: ReplicaOwner = ReplicaOwner(context.process)
+        self.gradient_sync: DDPGradientSync = DDPGradientSync(context.process)
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
 
     def prepare(self, objects: Prepared) -> Prepared:
@@ -104,7 +104,7 @@ class DDPEngine(Engine):
         done = super().prepare(objects)
         # Of all calls: an optimizer that was prepared first may step what a later model has.
         self._known.update(dict.fromkeys(done.optimizers))
-        self.owner.take(parameters_of(self._known))
+        self.gradient_sync.register(parameters_of(self._known))
         return done
 
     def check(self, objects: Prepared) -> None:
@@ -146,7 +146,7 @@ class DDPEngine(Engine):
             )
         if self.context.ddp is not None:
             self.context.ddp.register_comm_hook(wrapped)
-        self.owner.add(wrapped)
+        self.gradient_sync.add(wrapped)
         return wrapped
 
 

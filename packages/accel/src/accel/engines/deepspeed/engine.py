@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.common.create_graph import refuse_create_graph
-from accel.engines.common.loose import parameters_of
+from accel.engines.common.standalone import parameters_of
 from accel.engines.deepspeed import checkpoint, gradients, ulysses, weights
 from accel.engines.deepspeed.auto_values import Facts, complete
 from accel.engines.deepspeed.runtime import load, part, started

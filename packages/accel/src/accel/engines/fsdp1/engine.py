@@ -24,8 +24,8 @@ from accel.engines.fsdp1.flattened import (
     check_stateless,
     check_whole_units,
 )
+from accel.engines.fsdp1.gradient_sync import FlatGradientSync
 from accel.engines.fsdp1.optimizer_parts import cut_states
-from accel.engines.fsdp1.owner import FlatOwner
 from accel.engines.fsdp1.state import (
     FlatRecord,
     WholeFlatModel,
@@ -81,7 +81,7 @@ class FSDP1Gradients(ShardedGradients):
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
         root = _root(model)
-        return contextlib.nullcontext() if root is None else self.engine.owner.holding(root.no_sync())
+        return contextlib.nullcontext() if root is None else self.engine.gradient_sync.no_sync(root.no_sync())
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
@@ -240,7 +240,7 @@ class FSDP1Engine(ShardedEngine):
         _check_offload(context.settings.cpu_offload, context.process)
         super().__init__(context)
         self._flattened = Flattened()
-        self.owner: FlatOwner = FlatOwner(self._flattened, context.process)
+        self.gradient_sync: FlatGradientSync = FlatGradientSync(self._flattened, context.process)
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
 
@@ -302,7 +302,7 @@ class FSDP1Engine(ShardedEngine):
         self._flattened.note(before, root)
         self._records[root] = record
         self._models[root] = None
-        self.owner.add(root)
+        self.gradient_sync.add(root)
         return root
 
     def _sharding(self) -> flat.FlatSharding:
@@ -341,7 +341,7 @@ class FSDP1Engine(ShardedEngine):
         Raises:
             RuntimeError: If weights are needed that an earlier backward pass has freed.
         """
-        self.owner.before_backward()
+        self.gradient_sync.before_backward()
         try:
             super().backward(loss, **kwargs)
         except RuntimeError as error:

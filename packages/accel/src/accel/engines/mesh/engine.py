@@ -19,7 +19,7 @@ from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_
 from accel.engines.mesh import unsharded
 from accel.engines.mesh.context.context_parallel import ContextParallel
 from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for
-from accel.engines.mesh.owner import MeshOwner
+from accel.engines.mesh.gradient_sync import MeshGradientSync
 from accel.engines.mesh.plan import Meshes, find_meshes, parallelize, plan_for, sends_weights, weight_source
 from accel.engines.mesh.tensor.random_numbers import SharedDraws
 from accel.engines.mesh.tensor.split import forget_meshes
@@ -40,7 +40,7 @@ class MeshGradients(ShardedGradients):
         plain = getattr(model, "_orig_mod", model)
         if not isinstance(plain, FSDPModule):
             return contextlib.nullcontext()
-        return self.engine.owner.holding(unsharded.holding(plain))
+        return self.engine.gradient_sync.no_sync(unsharded.holding(plain))
 
     @property
     def shards(self) -> int:
@@ -50,7 +50,7 @@ class MeshGradients(ShardedGradients):
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
         # Parameters that are gathered right now show the gradient that is held back: each is scaled once.
-        every = [*gradients_of(parameters), *self.engine.owner.gradients()]
+        every = [*gradients_of(parameters), *self.engine.gradient_sync.gradients()]
         norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
 
     def with_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,7 +58,9 @@ class MeshGradients(ShardedGradients):
         given = super().with_gradients(parameters)
         if not any(item.requires_grad and item.grad is None for item in given):
             return given
-        return [self.engine.owner.present(item) if item.grad is None else item for item in given]
+        return [
+            self.engine.gradient_sync.trained_parameter(item) if item.grad is None else item for item in given
+        ]
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The total norm of the reduced gradients, over all shards."""
@@ -133,7 +135,7 @@ class MeshEngine(ShardedEngine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self.owner: MeshOwner = MeshOwner(context.process)
+        self.gradient_sync: MeshGradientSync = MeshGradientSync(context.process)
         # An Accelerator before this one may have had process groups that are gone.
         forget_meshes()
         self._meshes = find_meshes(context)
@@ -179,11 +181,11 @@ class MeshEngine(ShardedEngine):
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one of a model that is sharded already."""
-        return self.owner.owns(parameter)
+        return self.gradient_sync.is_model_parameter(parameter)
 
     def repoint(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now, in shards."""
-        repoint(optimizer, self.owner.present)
+        repoint(optimizer, self.gradient_sync.trained_parameter)
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
         """Replace layers by those of fp8, whose weights are gathered in fp8 where they are sharded."""
@@ -191,7 +193,7 @@ class MeshEngine(ShardedEngine):
             before = aliases(model)
             self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
             self.forget_groups(model)  # they may have modules that were replaced
-            self.owner.replaced.note(before, model)
+            self.gradient_sync.replaced.note(before, model)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """As for all sharded engines; language models learn which part of each sequence they see."""
@@ -210,7 +212,7 @@ class MeshEngine(ShardedEngine):
             before = aliases(model)
             model = plain = parallelize(model, plan)
             # After all of it: parameters are others now, and those of before may be in optimizers.
-            self.owner.add(plain, before, self.name)
+            self.gradient_sync.add(plain, before, self.name)
             if isinstance(plain, FSDPModule) and callable(getattr(plain, "generate", None)):
                 # In it models of transformers call parts of themselves, which gather no outer weights.
                 register_fsdp_forward_method(plain, "generate")

@@ -17,7 +17,7 @@ from accel.engines.common import norms
 from accel.engines.common.checks import mapped_devices
 from accel.engines.common.joint_checks import checking_together
 from accel.engines.common.lone_group import ensure_group
-from accel.engines.common.loose import parameters_of
+from accel.engines.common.standalone import parameters_of
 from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
 from accel.engines.sharded.groups import Groups, choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -139,7 +139,7 @@ class ShardedEngine(Engine):
 
     def check_together(self, objects: Prepared) -> None:
         """Reject on all processes what one rejects, and models without weights where these count."""
-        self.owner.show_present()  # so that a module that a second model shares is known by its shards
+        self.gradient_sync.reshard()  # so that a module that a second model shares is known by its shards
         models = () if objects.evaluation_mode else objects.models
         fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
         whose = "the first" if self.sends_weights else "all"
@@ -207,7 +207,7 @@ class ShardedEngine(Engine):
         # Also those of earlier calls: their model may be prepared only now.
         for optimizer in self._known:
             self.repoint(optimizer)
-        self.owner.take(parameters_of(self._known))
+        self.gradient_sync.register(parameters_of(self._known))
         return done
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:

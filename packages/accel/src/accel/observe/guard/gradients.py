@@ -102,7 +102,8 @@ def parameter_names(run: Run) -> dict[int, tuple[str, int]]:
         plain = run.engine.unwrap_model(model, keep_torch_compile=False)
         prefix = f"models[{number}]." if len(run.models) > 1 else ""
         for name, parameter in plain.named_parameters():
-            found.setdefault(id(run.engine.owner.present(parameter)), (prefix + name, len(found)))
+            trained = run.engine.gradient_sync.trained_parameter(parameter)
+            found.setdefault(id(trained), (prefix + name, len(found)))
     for number, optimizer in enumerate(run.optimizers):
         for group, options in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(options["params"]):

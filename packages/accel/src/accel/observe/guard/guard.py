@@ -67,14 +67,14 @@ class Guard(Observer):
         self._row = self._skipped = self._written = 0
         self._has_told_of_none = False
         self._recorder = WindowRecorder(run) if settings.bundle is not None else None
-        engine = run.engine
+        engine, sync = run.engine, run.engine.gradient_sync
         self._undo: list[Undo] = [
             put(engine, "backward", partial(self._backward, engine.backward)),
             # Where gradients are whole and reduced, and neither clipped nor unscaled yet.
-            put(engine.owner, "finish_window", partial(self._finish_window, engine.owner.finish_window)),
-            partial(delattr, engine.owner, "acts"),
+            put(sync, "finish_window", partial(self._finish_window, sync.finish_window)),
+            partial(delattr, sync, "is_active"),
         ]
-        engine.owner.acts = True  # on one process nobody would ask its owner to finish a window
+        sync.is_active = True  # on one process finish_window would not be called
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Note the order of its parameters in backward."""
@@ -186,7 +186,7 @@ class Guard(Observer):
 
     def _is_to_skip(self, optimizer: Any) -> bool:
         """Judge a step: warn of what is wrong, or raise; returns whether to skip it."""
-        self._run.engine.owner.finish_window()
+        self._run.engine.gradient_sync.finish_window()
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         found = self._judge(optimizer)
         self._judged.add(id(optimizer))

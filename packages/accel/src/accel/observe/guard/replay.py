@@ -156,7 +156,7 @@ class _Replay(Observer):
             for model in self._run.models:
                 plain = engine.unwrap_model(model, keep_torch_compile=False)
                 for name, parameter in reversed([*plain.named_parameters()]):
-                    self._reached(name, engine.owner.present(parameter))
+                    self._reached(name, engine.gradient_sync.trained_parameter(parameter))
 
     def _say_batch(self, number: int, handed: dict[str, Any], batch: Any) -> None:
         index = self._place[0]

@@ -1,4 +1,4 @@
-"""The owner of flat parameters, in which those that a user holds lie."""
+"""Gradients of flat parameters, which contain the original parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.engines.common.create_graph import refuse_create_graph
-from accel.engines.common.owner import ShardOwner
+from accel.engines.common.gradient_sync import ShardedGradientSync
 from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.fsdp1 import flat
 from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_hooks_of_others
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 
-class FlatOwner(ShardOwner):
-    """Parameters that lie in flat ones, of which each process has a part.
+class FlatGradientSync(ShardedGradientSync):
+    """Original parameters inside flat ones, of which each process has a shard.
 
     Args:
-        flattened: What took the place of what a user may hold.
+        flattened: Maps original parameters to flat ones.
         process: This process.
     """
 
@@ -33,7 +33,7 @@ class FlatOwner(ShardOwner):
         self._freezing = Freezing()
 
     def add(self, model: torch.nn.Module) -> None:
-        """Note a wrapped model."""
+        """Register a wrapped model."""
         self._models[model] = None
         handles = [handle for _, handle in flat.parts([model])]  # found once: a forward pass walks no modules
         model.register_forward_pre_hook(partial(check_hooks_of_shards, handles))
@@ -41,47 +41,47 @@ class FlatOwner(ShardOwner):
         refuse_create_graph(model, "fsdp1")
         check_same_order(model, flat.units(model), self._process, "fsdp1", FSDP_FIX)
 
-    def present(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter that is stepped: it itself, or the flat one that it lies in."""
+    def trained_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter that is trained: it itself, or the flat one that contains it."""
         return self._flattened.present(parameter)
 
-    def present_all(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that are stepped, a flat one once.
+    def trained_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that are trained, a flat one once.
 
         Raises:
-            ValueError: If there are some of those in a flat parameter, and not all.
+            ValueError: If some, but not all, of the parameters in a flat one are given.
         """
-        # A flat parameter is stepped as a whole, so that a group cannot have a part of it.
+        # A flat parameter is stepped as one tensor: a group cannot have a piece of it.
         self._flattened.check_group("The optimizer", parameters)
-        return list(dict.fromkeys(super().present_all(parameters)))
+        return list(dict.fromkeys(super().trained_parameters(parameters)))
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a flat parameter, or lies in one."""
+    def is_model_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a flat parameter, or a view of one."""
         return flat.is_flattened(tensor)
 
     def before_backward(self) -> None:
-        """Let a window's gradients be those of what is trained now.
+        """Follow parameters that were frozen or unfrozen inside a window.
 
         Raises:
-            ValueError: If a window has gradients of what is frozen now.
+            ValueError: If the window has gradients of parameters that are frozen now.
         """
         # Outside of a window torch reduces at once, and there is nothing to lose.
-        if self.holds_back:
+        if self.has_unreduced_grads:
             self._freezing.follow(self._models)
 
-    def reduce_held(self) -> None:
-        """Reduce the gradients that are held back.
+    def reduce_pending(self) -> None:
+        """Reduce the unreduced gradients.
 
         Raises:
-            ValueError: If some are of what is frozen now; nothing is reduced.
+            ValueError: If some belong to parameters that are frozen now; nothing is reduced.
         """
         self._freezing.finish(self._models)
         flat.reduce(self._models)
 
-    def show_present(self) -> None:
-        """Replace gathered parameters by their shards."""
+    def reshard(self) -> None:
+        """Replace unsharded parameters by their shards."""
         flat.free_gathered(self._models)
 
-    def forget_held(self, wanted: set[int] | None) -> None:
-        """Drop whole gradients that are held back."""
+    def drop_pending(self, wanted: set[int] | None) -> None:
+        """Drop full gradients that are not reduced."""
         flat.forget(self._models, wanted)

@@ -1,4 +1,4 @@
-"""Trained tensors that belong to no prepared model, whose gradients no engine reduces in backward."""
+"""Trained parameters that belong to no prepared model, whose gradients no engine reduces in backward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """All that some optimizers step."""
+    """All parameters of optimizers."""
     return (item for each in optimizers for group in each.param_groups for item in group["params"])
 
 
-class LooseTensors:
-    """Tensors that prepared optimizers step and no prepared model has: a temperature beside a model, say.
+class StandaloneParameters:
+    """Parameters of prepared optimizers that belong to no prepared model: a learned temperature, say.
 
     They start with the first process's values, as the parameters of models do, and their gradients are
     averaged over all processes at the end of each accumulation window.
@@ -33,39 +33,39 @@ class LooseTensors:
         # A list and not a set: processes average in this order, which has to be the same on all.
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
-    def take(self, tensors: Iterable[torch.Tensor], is_owned: Callable[[torch.Tensor], bool]) -> None:
-        """Note new ones; every process calls it with the same tensors.
+    def register(self, tensors: Iterable[torch.Tensor], in_model: Callable[[torch.Tensor], bool]) -> None:
+        """Register new ones; every process calls it with the same tensors.
 
         Args:
-            tensors: What optimizers step.
-            is_owned: Whether a tensor belongs to a prepared model.
+            tensors: The parameters of optimizers.
+            in_model: Whether a tensor belongs to a prepared model.
         """
         if self._process.world_size == 1:
             return
-        # A tensor may have got a model since: the model is prepared now, and reduces it.
-        known = [item for item in self._present() if not is_owned(item)]
-        held = {id(item) for item in known}
-        new = [item for item in dict.fromkeys(tensors) if id(item) not in held and not is_owned(item)]
-        self._tensors = [weakref.ref(item) for item in (*known, *new)]
+        # The model of a tensor may have been prepared since, and reduces it then.
+        kept = [item for item in self._alive() if not in_model(item)]
+        known = {id(item) for item in kept}
+        new = [item for item in dict.fromkeys(tensors) if id(item) not in known and not in_model(item)]
+        self._tensors = [weakref.ref(item) for item in (*kept, *new)]
         if new:
             _send_values(new, self._process)
 
     def trained(self) -> list[torch.Tensor]:
-        """Those that are trained now."""
-        # Asked in each step, and most runs have none.
-        return [item for item in self._present() if item.requires_grad] if self._tensors else []
+        """The ones that require gradients now."""
+        # Called in each step, and most runs have none.
+        return [item for item in self._alive() if item.requires_grad] if self._tensors else []
 
-    def _present(self) -> list[torch.Tensor]:
-        found = (reference() for reference in self._tensors)
-        return [item for item in found if item is not None]
+    def _alive(self) -> list[torch.Tensor]:
+        tensors = (reference() for reference in self._tensors)
+        return [item for item in tensors if item is not None]
 
 
 @torch.no_grad()
 def _send_values(tensors: Sequence[torch.Tensor], process: ProcessInfo) -> None:
-    """Send the first process's values, but of what some process has no values of (the meta device)."""
+    """Broadcast the first process's values, except of tensors that are on meta on some process."""
     # uint8, as not every backend reduces booleans.
     can_send = torch.tensor([not item.is_meta for item in tensors], dtype=torch.uint8, device=process.device)
-    # All or none: a process without memory for a tensor cannot take part in its broadcast.
+    # All or none: a process without memory for a tensor cannot participate in its broadcast.
     dist.all_reduce(can_send, dist.ReduceOp.MIN)
     for item, wanted in zip(tensors, can_send.tolist(), strict=True):
         if wanted:
@@ -82,7 +82,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], process: ProcessInfo) 
         parameters: The parameters. One without a gradient counts as 0, unless no process has one.
         process: This process.
     """
-    # Outside of no_grad, which costs more than this in each step of runs that have nothing to average.
+    # Outside of no_grad, which would cost more than this check in each step with nothing to average.
     if parameters and process.world_size > 1:
         _average(parameters, process)
 
@@ -91,7 +91,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], process: ProcessInfo) 
 def _average(parameters: Sequence[torch.Tensor], process: ProcessInfo) -> None:
     has_gradient = torch.tensor([item.grad is not None for item in parameters], dtype=torch.uint8)
     has_gradient = has_gradient.to(process.device)
-    # Where one process has a gradient, all take part, with zeros where they have none.
+    # Where one process has a gradient all participate, with zeros where they have none.
     dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
     chosen = [item for item, used in zip(parameters, has_gradient.tolist(), strict=True) if used]
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -99,15 +99,15 @@ def _average(parameters: Sequence[torch.Tensor], process: ProcessInfo) -> None:
         if item.grad is None:
             item.grad = torch.zeros_like(item)
         elif item.grad.is_sparse:
-            # Sparse tensors of other indices cannot be added up by an all-reduce.
+            # An all-reduce cannot add sparse tensors with different indices.
             item.grad = item.grad.to_dense()
-        # One collective for each dtype: these are few and small tensors, for which latency is all.
+        # One collective per dtype: the tensors are few and small, so latency dominates.
         kinds.setdefault(item.grad.dtype, []).append(item.grad)
     for gradients in kinds.values():
-        parts = [gradient.flatten().to(process.device) for gradient in gradients]
-        whole = torch.cat(parts) / process.world_size
-        # Complex numbers as pairs of real ones: not every backend adds them up.
-        dist.all_reduce(torch.view_as_real(whole) if whole.is_complex() else whole)
-        averaged = torch.split(whole, [part.numel() for part in parts])
-        for gradient, part in zip(gradients, averaged, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        flat = [gradient.flatten().to(process.device) for gradient in gradients]
+        total = torch.cat(flat) / process.world_size
+        # Complex numbers as pairs of real ones: not every backend reduces them.
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+        averaged = torch.split(total, [item.numel() for item in flat])
+        for gradient, item in zip(gradients, averaged, strict=True):
+            gradient.copy_(item.view_as(gradient))
