@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel.engines.deepspeed.placeholders import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.deepspeed.runtime import GatheredParameters
-from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper
 from accel.observe.guard import GuardKwargs
 from accel_ckpt.errors import CheckpointError

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from accel.accelerator import Accelerator
-from accel.engines import outside_engines
+from accel.engines import entry_point_engines
 from accel_optim.handlers import DistributedDataParallelKwargs
 from accel_world.engine_cases import CASES, marked, over_engines
 
@@ -116,7 +116,7 @@ def route(
     torch.manual_seed(0)
     model = Routed(hidden, groups) if hidden else Heads()
     model, optimizer = accelerator.prepare(model, make_optimizer(case, model.parameters()))
-    shard, shards = accelerator.engine.loaders.data_shard
+    shard, shards = accelerator.engine.loaders.dp_rank_and_size
     x = torch.randn(4 * shards, WIDTH, generator=torch.Generator().manual_seed(1)).chunk(shards)[shard]
     for step in range(STEPS):
         accelerator.backward(model(x, choice(step, shard)).square().mean())
@@ -199,7 +199,7 @@ def skip(case: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Depth()
     model, optimizer = accelerator.prepare(model, make_optimizer(case, model.parameters()))
-    shard, _ = accelerator.engine.loaders.data_shard
+    shard, _ = accelerator.engine.loaders.dp_rank_and_size
     for step in range(STEPS):
         accelerator.backward(model(own_rows(accelerator, case, step), choice(step, shard)).square().mean())
         optimizer.step()
@@ -301,7 +301,7 @@ def rows(case: str, step: int) -> torch.Tensor:
 
 
 def own_rows(accelerator: Accelerator, case: str, step: int) -> torch.Tensor:
-    shard, shards = accelerator.engine.loaders.data_shard
+    shard, shards = accelerator.engine.loaders.dp_rank_and_size
     return rows(case, step).chunk(shards)[shard]
 
 
@@ -425,7 +425,12 @@ def train_with_penalty(case: str) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")
 @over_engines
 def test_a_penalty_on_gradients(world, case):
-    if case not in ("single", "ddp", *outside_engines(), *(f"{name} alone" for name in outside_engines())):
+    if case not in (
+        "single",
+        "ddp",
+        *entry_point_engines(),
+        *(f"{name} alone" for name in entry_point_engines()),
+    ):
         assert_refused(world, "create_graph=True.*DDP or on one process", train_with_penalty, case)
         return
     (state, *_) = world.run(train_with_penalty, case, size=CASES[case].size, timeout_s=60)
@@ -490,7 +495,7 @@ def test_a_penalty_on_weights(world, case, kind):
     assert_same_weights(state, model.state_dict())
 
 
-BUILT_IN = [case for case in CASES if CASES[case].size > 1 and case not in outside_engines()]
+BUILT_IN = [case for case in CASES if CASES[case].size > 1 and case not in entry_point_engines()]
 
 
 def train_split(case: str, names: tuple[str, ...] | None, own: bool) -> dict[str, torch.Tensor]:

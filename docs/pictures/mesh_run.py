@@ -32,7 +32,7 @@ def process(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
         mesh = accelerator.engine.loaders.mesh
         names = () if mesh is None else mesh.mesh_dim_names or ()
         where = () if mesh is None else mesh.get_coordinate() or ()
-        share, shares = accelerator.engine.loaders.data_shard
+        share, shares = accelerator.engine.loaders.dp_rank_and_size
         return {
             "engine": accelerator.engine.name,
             "mesh": dict(zip(names, where, strict=True)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel.engines import find_engine, outside_engines
+from accel.engines import entry_point_engines, find_engine
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
     "cp": Case(2, "fsdp2 x cp", cp, replicas=2),
 }
 
-for _name in outside_engines():
+for _name in entry_point_engines():
     _kind = find_engine(_name)
     assert _kind.settings_type is not None, f"{_name} has no settings_type that asks for it"
     _ask = functools.partial(lambda kind: {"kwargs_handlers": [kind()]}, _kind.settings_type)

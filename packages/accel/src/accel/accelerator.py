@@ -347,7 +347,7 @@ class Accelerator(
             raise ValueError("deepspeed_ulysses_dl_adapter needs the prepared model: prepare() comes first.")
         if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
             raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
-        return self.engine.loaders.share_loader(dl)
+        return self.engine.loaders.wrap_loader(dl)
 
     # The end
 

@@ -90,7 +90,7 @@ class Session:
         return self.accelerator.unwrap_model(self.model)
 
     def data(self) -> torch.Tensor:
-        rank, size = self.accelerator.engine.loaders.data_shard
+        rank, size = self.accelerator.engine.loaders.dp_rank_and_size
         return torch.linspace(-1, 1, 32).view(8, 4).chunk(size)[rank]
 
     def evaluate(self) -> None:

@@ -216,11 +216,13 @@ def test_settings_of_another_package_win_over_the_environment(monkeypatch):
 
 
 def test_a_package_may_not_name_its_engine_as_another_one(monkeypatch):
-    point = EntryPoint("ddp", "elsewhere:Engine", engines.GROUP)
-    monkeypatch.setattr(engines, "entry_points", lambda group: [point] if group == engines.GROUP else [])
-    engines.outside_engines.cache_clear()
+    point = EntryPoint("ddp", "elsewhere:Engine", engines.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(
+        engines, "entry_points", lambda group: [point] if group == engines.ENTRY_POINT_GROUP else []
+    )
+    engines.entry_point_engines.cache_clear()
     try:
         with pytest.raises(ValueError, match="elsewhere adds an engine called 'ddp'"):
-            engines.outside_engines()
+            engines.entry_point_engines()
     finally:
-        engines.outside_engines.cache_clear()
+        engines.entry_point_engines.cache_clear()

@@ -47,7 +47,7 @@ def retry(engine: str, start: int) -> tuple[list[float], int, int]:
         for (x,) in loader:
             loss = model(x).square().mean()
             accelerator.backward(loss)
-            if batch_size > FITS // accelerator.engine.loaders.data_shard[1]:
+            if batch_size > FITS // accelerator.engine.loaders.dp_rank_and_size[1]:
                 raise RuntimeError("CUDA out of memory.")
             optimizer.step()
             optimizer.zero_grad()

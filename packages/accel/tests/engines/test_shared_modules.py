@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
 
 def data(accelerator: Accelerator) -> torch.Tensor:
-    rank, size = accelerator.engine.loaders.data_shard
+    rank, size = accelerator.engine.loaders.dp_rank_and_size
     return torch.linspace(-1, 1, 16).view(4, 4).chunk(size)[rank]
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
 from accel.engines import find_engine
-from accel.engines.base.context import Prepared
+from accel.engines.base.context import PrepareRequest
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine, XLALoader
@@ -78,7 +78,7 @@ def two_windows(max_norm: float) -> tuple[list[str], list[float], dict[str, torc
     with pytest.MonkeyPatch.context() as patch:
         calls = stand_in(patch)
         accelerator, model, optimizer = make(steps=2)
-        assert accelerator.engine.loaders.data_shard == (accelerator.process_index, 2)
+        assert accelerator.engine.loaders.dp_rank_and_size == (accelerator.process_index, 2)
         x, y = (part.chunk(8) for part in data())
         norms = []
         for step in range(4):
@@ -146,7 +146,7 @@ def test_a_prepared_loader_ends_a_step_after_each_batch(monkeypatch):
         torch.nn.Linear(3, 2).requires_grad_(False), torch.utils.data.DataLoader(range(4), batch_size=2)
     )
     assert isinstance(loader, XLALoader)
-    assert accelerator.engine.loaders.share_loader(loader) is loader
+    assert accelerator.engine.loaders.wrap_loader(loader) is loader
     assert [len(batch) for batch in loader] == [2, 2]
     assert (len(loader), calls) == (2, ["sync", "sync"])
 
@@ -185,7 +185,7 @@ def test_what_is_not_there_on_xla_devices_is_refused():
         with pytest.raises(ValueError, match=r"not supported on XLA devices.*Leave them out"):
             XLAEngine(replace(context, settings=plugin))
     engine = XLAEngine(context)
-    assert engine.prepare(Prepared()) == Prepared()
+    assert engine.prepare(PrepareRequest()) == PrepareRequest()
 
 
 def test_without_torch_xla_the_error_names_what_to_install(monkeypatch):

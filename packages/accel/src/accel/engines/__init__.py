@@ -1,7 +1,7 @@
-"""The registry of engines: a dotted path each, imported on first use.
+"""The registry of engines: one dotted path each, imported on first use.
 
-Another package adds an engine by an entry point of the group "accel.engines", without a line here; see "How
-to write a new engine" in docs/engines.md.
+Other packages add engines by an entry point of the group "accel.engines"; see "How to write a new engine" in
+docs/engines.md.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel_state.imports.packages import install_hint, is_package_available
 
 __all__ = [
     "ENGINES",
-    "GROUP",
+    "ENTRY_POINT_GROUP",
     "Engine",
     "EngineContext",
-    "EngineRow",
+    "EngineEntry",
     "Gradients",
     "Loaders",
-    "Prepared",
+    "PrepareRequest",
     "States",
+    "entry_point_engines",
     "find_engine",
-    "outside_engines",
 ]
 
-GROUP = "accel.engines"
-"""The entry points by which other packages add engines: the engine's name = "module:class"."""
+ENTRY_POINT_GROUP = "accel.engines"
+"""The group of entry points by which other packages add engines: engine name = "module:class"."""
 
 
 @dataclass(frozen=True)
-class EngineRow:
-    """Where an engine lives, and what it needs.
+class EngineEntry:
+    """Where to import an engine from, and what it requires.
 
     Attributes:
         path: "module:class".
-        hint: What to install where something is missing.
-        needs: Modules that it works with, which accel does not depend on.
+        hint: What to install if a requirement is missing.
+        needs: Required modules that are not dependencies of accel.
     """
 
     path: str
@@ -50,18 +50,18 @@ class EngineRow:
 
 _TORCH = "torch 2.6 or newer, built with torch.distributed"
 
-ENGINES: dict[str, EngineRow] = {
-    "single": EngineRow("accel.engines.single:SingleEngine", "pip install torch"),
-    "ddp": EngineRow("accel.engines.ddp.engine:DDPEngine", _TORCH),
-    "fsdp1": EngineRow("accel.engines.fsdp1.engine:FSDP1Engine", _TORCH),
-    "mesh": EngineRow("accel.engines.mesh.engine:MeshEngine", _TORCH),
-    "deepspeed": EngineRow(
+ENGINES: dict[str, EngineEntry] = {
+    "single": EngineEntry("accel.engines.single:SingleEngine", "pip install torch"),
+    "ddp": EngineEntry("accel.engines.ddp.engine:DDPEngine", _TORCH),
+    "fsdp1": EngineEntry("accel.engines.fsdp1.engine:FSDP1Engine", _TORCH),
+    "mesh": EngineEntry("accel.engines.mesh.engine:MeshEngine", _TORCH),
+    "deepspeed": EngineEntry(
         "accel.engines.deepspeed.engine:DeepSpeedEngine", install_hint("deepspeed"), ("deepspeed",)
     ),
-    "megatron_lm": EngineRow(
+    "megatron_lm": EngineEntry(
         "accel.engines.megatron.engine:MegatronLMEngine", install_hint("megatron"), ("megatron.core",)
     ),
-    "xla": EngineRow(
+    "xla": EngineEntry(
         "accel.engines.xla:XLAEngine",
         f"{install_hint('xla')}, in the version that belongs to the installed torch",
         ("torch_xla",),
@@ -69,58 +69,57 @@ ENGINES: dict[str, EngineRow] = {
 }
 
 
-# Reading the metadata of all installed packages takes milliseconds, and no package is installed while a
-# program runs.
+# Cached: reading the metadata of all installed packages takes milliseconds.
 @cache
-def outside_engines() -> dict[str, EngineRow]:
+def entry_point_engines() -> dict[str, EngineEntry]:
     """The engines that other installed packages add, by name.
 
     Raises:
-        ValueError: If a package names its engine as another one is named.
+        ValueError: If two engines have the same name.
     """
-    rows: dict[str, EngineRow] = {}
-    for point in entry_points(group=GROUP):
+    entries: dict[str, EngineEntry] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
         package = point.dist.name if point.dist is not None else point.module
-        if point.name in ENGINES or point.name in rows:
+        if point.name in ENGINES or point.name in entries:
             raise ValueError(
                 f"The package {package} adds an engine called {point.name!r}, and there is one already. Its "
-                f"entry point of the group {GROUP!r} needs another name."
+                f"entry point of the group {ENTRY_POINT_GROUP!r} needs another name."
             )
-        rows[point.name] = EngineRow(point.value, f"the package {package}")
-    return rows
+        entries[point.name] = EngineEntry(point.value, f"the package {package}")
+    return entries
 
 
 def find_engine(name: str) -> type[Engine]:
     """The class of an engine.
 
     Args:
-        name: Its name in `ENGINES`, or of an entry point.
+        name: A name in `ENGINES`, or of an entry point.
 
     Raises:
-        ImportError: If something that it needs is missing; the message names it, and what to install.
+        ImportError: If a requirement is missing; the message names it, and what to install.
         ValueError: If there is no engine of this name.
     """
-    # Entry points are read only for names that are not built in: most programs never pay for it.
-    rows = ENGINES if name in ENGINES else outside_engines()
-    if name not in rows:
-        known = ", ".join([*ENGINES, *rows])
+    # Entry points are read only for names that are not built in, as reading them takes time.
+    entries = ENGINES if name in ENGINES else entry_point_engines()
+    if name not in entries:
+        names = ", ".join([*ENGINES, *entries])
         raise ValueError(
-            f"There is no engine {name!r}; there are {known}. A package adds one by an entry point of the "
-            f"group {GROUP!r}."
+            f"There is no engine {name!r}; there are {names}. A package adds one by an entry point of the "
+            f"group {ENTRY_POINT_GROUP!r}."
         )
-    row = rows[name]
-    # Found by their specification, without importing: DeepSpeed chooses its device on import.
-    missing = [module for module in row.needs if not is_package_available(module)]
+    entry = entries[name]
+    # Checked without importing: DeepSpeed chooses its device on import.
+    missing = [module for module in entry.needs if not is_package_available(module)]
     if missing:
         raise ImportError(
-            f"the {name.upper()} engine was asked for, and needs {', '.join(missing)}, which is not "
-            f"installed. Install it with: {row.hint}"
+            f"the {name.upper()} engine was requested, and needs {', '.join(missing)}, which is not "
+            f"installed. Install it with: {entry.hint}"
         )
-    module, _, attribute = row.path.partition(":")
+    module, _, attribute = entry.path.partition(":")
     try:
-        found: type[Engine] = getattr(import_module(module), attribute)
+        engine: type[Engine] = getattr(import_module(module), attribute)
     except ImportError as error:
         raise ImportError(
-            f"the {name.upper()} engine cannot be imported ({error}). It needs: {row.hint}"
+            f"the {name.upper()} engine cannot be imported ({error}). It needs: {entry.hint}"
         ) from error
-    return found
+    return engine

@@ -16,8 +16,8 @@ import torch
 
 from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.base.context import EngineContext
+from accel.engines.common.full_state import FullStateOptimizer
 from accel.engines.common.loader import EngineLoader
-from accel.engines.common.whole_state import WholeOptimizer
 from accel_ops.trees.send import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scaler import get_grad_scaler
@@ -37,7 +37,7 @@ def _end_step() -> None:
 class XLALoaders(Loaders):
     """Loaders that mark steps."""
 
-    def share_loader(self, loader: Any) -> Any:
+    def wrap_loader(self, loader: Any) -> Any:
         """The prepared loader, with a step marked after each batch, for loops that only evaluate."""
         return loader if isinstance(loader, XLALoader) else XLALoader(loader)
 
@@ -78,7 +78,7 @@ class XLAStates(States):
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its state on the CPU."""
-        return WholeOptimizer(optimizer, send_to_device(optimizer.state_dict(), "cpu"))
+        return FullStateOptimizer(optimizer, send_to_device(optimizer.state_dict(), "cpu"))
 
 
 class XLAEngine(Engine):
@@ -90,7 +90,7 @@ class XLAEngine(Engine):
 
     name = "xla"
 
-    unread_handlers: ClassVar = {
+    ignored_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
     }
 

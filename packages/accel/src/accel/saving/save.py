@@ -116,11 +116,11 @@ def save_state(
     with staged(
         folder, save_on_each_node=each_node, process=process, blocking=blocking, incremental=incremental
     ) as staging:
-        saves_parts = run.engine.states.saves_parts
-        weights, optimizers = (_sharded_states_for_hooks(run), []) if saves_parts else _full_states(run)
-        # By the states' ids, as hooks may remove some from the list.
-        frozen = _frozen(run, weights) if incremental and not saves_parts else {}
-        state_ids = [id(state) for state in weights]
+        saves_sharded = run.engine.states.saves_sharded
+        weights, optimizers = (_parts_for_hooks(run), []) if saves_sharded else _whole_states(run)
+        # By the states themselves, as hooks may take some out of the list.
+        frozen = _frozen(run, weights) if incremental and not saves_sharded else {}
+        given = [id(state) for state in weights]
 
         def write_shared() -> None:
             # Hooks may remove weights from the list and write them themselves.
@@ -128,7 +128,7 @@ def save_state(
                 hook(models_for_hooks(run), weights, str(staging.path))
             save_accelerator_state(
                 staging.path,
-                [] if saves_parts else weights,
+                [] if saves_sharded else weights,
                 optimizers,
                 run.schedulers,
                 run.loaders,
@@ -139,24 +139,22 @@ def save_state(
                 safe_serialization,
                 gradients=get_gradients(run.models) if run.window.step else None,
                 window=run.window.state_dict(),
-                frozen=[] if saves_parts else [frozen.get(id(state), ()) for state in weights],
-                gathered=run.engine.states.gathers_parts,
+                frozen=[] if saves_sharded else [frozen.get(id(state), ()) for state in weights],
+                gathered=run.engine.states.gathers_full_state,
                 process=process,
             )
 
-        # Checked before the sharded files, whose collectives a failed process would not join.
-        run_on_all_ranks(write_shared, process, "writing the checkpoint")
-        if saves_parts:
+        # Agreed on before the parts, whose collectives a process that has failed would not join.
+        together(write_shared, process, "writing the checkpoint")
+        if saves_sharded:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
-            kept_ids = {id(state) for state in weights}
-            skipped = [index for index, state in enumerate(state_ids) if state not in kept_ids]
-            save_sharded_state(
-                staging.path, **sharded_models_and_optimizers(run), skipped=skipped, process=process
-            )
-        if run.engine.gradients.in_parts:
-            save_per_rank_buffers(run, staging)
-        run.engine.states.save_own(staging.path, **options)
+            left = {id(state) for state in weights}
+            taken = [index for index, state in enumerate(given) if state not in left]
+            save_sharded_state(staging.path, **parts_of(run), taken=taken, process=process)
+        if run.engine.gradients.are_sharded:
+            save_own_buffers(run, staging)
+        run.engine.states.save_native(staging.path, **options)
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
         if config.automatic_checkpoint_naming:
@@ -169,8 +167,8 @@ def save_state(
 
 
 def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
-    """Write a registered object's state; sharded tensors are written by all processes."""
-    if not run.engine.gradients.in_parts:
+    """Write a registered object's state; what is in parts is written by all processes."""
+    if not run.engine.gradients.are_sharded:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return
@@ -182,16 +180,20 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
 def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection[str]]:
     """Return the names of the frozen weights of each full state, by the id of the state."""
     states = run.engine.states
-    models = [model for model in run.models if not states.is_own(model)] if weights else []
+    models = [model for model in run.models if not states.has_native_checkpoint(model)] if weights else []
     return {id(state): frozen_names(model) for state, model in zip(weights, models, strict=True)}
 
 
 def _full_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return the states that one process writes for all."""
     engine = run.engine
-    # Collective under some engines: every process calls it, even those that write nothing.
-    weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.is_own(model)]
-    optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
+    # Collective under some engines: every process calls it, also those that get nothing to write.
+    weights = [
+        run.engine.states.state_dict(model)
+        for model in run.models
+        if not engine.states.has_native_checkpoint(model)
+    ]
+    optimizers = [item for item in run.optimizers if not engine.states.has_native_checkpoint(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
 
 
@@ -212,9 +214,9 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
     """
     engine = run.engine
     models = [engine.states.state_root(model) for model in run.models]
-    # Under FSDP a model may have other tensors than its optimizer; with_gradients returns the latter's.
-    parameter_ids = [
-        {id(item) for item in engine.gradients.with_gradients(model.parameters())} for model in models
+    # Under FSDP `parameters()` may return other tensors than the optimizer steps, unlike tensors_with_grad.
+    owned = [
+        {id(item) for item in engine.gradients.tensors_with_grad(model.parameters())} for model in models
     ]
     optimizers, owners = [], []
     for item in run.optimizers:
@@ -231,7 +233,7 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
 
 
 def _check_window(run: Run) -> None:
-    if run.window.step and not run.engine.states.keeps_open_window:
+    if run.window.step and not run.engine.states.can_save_mid_window:
         raise ValueError(
             f"save_state in the middle of an accumulation window ({run.window.step} of "
             f"{run.gradient_state.num_steps} micro-batches): the {run.engine.name} engine "

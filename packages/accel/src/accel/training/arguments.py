@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from accel.engines import outside_engines
+from accel.engines import entry_point_engines
 from accel.observe.base import ObserverKwargs
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
@@ -89,7 +89,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         field = next((name for kind, name in _fields().items() if isinstance(handler, kind)), None)
         engine = getattr(handler, "engine", None)
         # The entry points are read only for settings that name an engine: a search costs milliseconds.
-        if field is None and isinstance(engine, str) and engine in outside_engines():
+        if field is None and isinstance(engine, str) and engine in entry_point_engines():
             field = "engine"
         if field is None:
             names = ", ".join(kind.__name__ for kind in _fields())
@@ -120,7 +120,7 @@ def warn_unread(handlers: Handlers, engine: Engine) -> None:
         handlers: The handlers.
         engine: The engine.
     """
-    for field, reason in engine.unread_handlers.items():
+    for field, reason in engine.ignored_handlers.items():
         handler = getattr(handlers, field)
         unset = {} if handler is None else vars(type(handler)())  # defaults may come from the environment
         given = [name for name in unset if vars(handler)[name] != unset[name]]

@@ -53,7 +53,7 @@ class CollectiveControl:
             input_data,
             passes=metrics.current_passes(self.run.gradient_state, loader),
             process=self.run.process,
-            shard=self.run.engine.loaders.data_shard,
+            shard=self.run.engine.loaders.dp_rank_and_size,
             use_gather_object=use_gather_object,
             shares_sequences=parallelism is not None and parallelism.cp_enabled,
             is_training=any(model.training for model in self.run.models),
@@ -66,7 +66,9 @@ class CollectiveControl:
         if run.process.world_size > 1 and not any(model.training for model in run.models):
             from accel.training import metrics
 
-            metrics.warn_of_reduced_padding(run.gradient_state, run.engine.loaders.data_shard[1], reduction)
+            metrics.warn_of_reduced_padding(
+                run.gradient_state, run.engine.loaders.dp_rank_and_size[1], reduction
+            )
         return operations.reduce(tensor, reduction, scale, process=run.process)
 
     def pad_across_processes(

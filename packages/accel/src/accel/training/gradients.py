@@ -278,7 +278,7 @@ def _unscale_gradients(run: Run, optimizer: Any) -> None:
 
 def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
-    tensors = run.engine.gradients.with_gradients(parameters)
+    tensors = run.engine.gradients.tensors_with_grad(parameters)
     if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
         lomo.warn_about_clipping(run.lomo)
     if run.scaler is not None and run.scaler.is_enabled():
@@ -357,7 +357,7 @@ class _Gathered:
     def divisor(self) -> int:
         """The number of processes where the engine averages their gradients, 1 where it adds them up."""
         engine = self.run.engine
-        return engine.gradients.shards if engine.gradients.reduction == "mean" else 1
+        return engine.gradients.data_parallel_size if engine.gradients.reduction == "mean" else 1
 
     def total_weight(self, weight: Weight) -> Weight:
         """Add up a weight over the processes."""

@@ -152,12 +152,12 @@ class Watch:
         given: dict[int, torch.Tensor],
         known: dict[int, torch.Tensor],
     ) -> None:
-        size, is_standalone = run.engine.loaders.data_shard[1], run.engine.gradient_sync.is_standalone
+        size, is_standalone = run.engine.loaders.dp_rank_and_size[1], run.engine.gradient_sync.is_standalone
         # On one process there is nobody to average with.
         if size == 1 or optimizer in self._compared:
             return
         # DeepSpeed and Megatron step copies of parts, and reduce their gradients themselves.
-        own = [item for item in run.optimizers if run.engine.states.is_own(item)]
+        own = [item for item in run.optimizers if run.engine.states.has_native_checkpoint(item)]
         theirs = {id(item) for each in own for item in _parameters(each)}
         new = [item for key, item in given.items() if key not in known and key not in theirs]
         loose = [item for item in new if _has_whole_gradient(item) and not is_standalone(item)]
@@ -176,7 +176,7 @@ class Watch:
             )
 
     def _check_data(self, run: Run) -> None:
-        size = run.engine.loaders.data_shard[1]
+        size = run.engine.loaders.dp_rank_and_size[1]
         # Where a prepared loader gives the batches, nothing is searched for.
         if size == 1 or self._is_data_checked or run.gradient_state.in_dataloader:
             return
@@ -252,7 +252,7 @@ def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
     """The parameters of prepared models, whole and in parts where a forward pass has gathered them."""
     for model in run.models:
         yield from model.parameters()
-        yield from run.engine.gradients.with_gradients(model.parameters())
+        yield from run.engine.gradients.tensors_with_grad(model.parameters())
 
 
 def _is_meant(run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> bool:

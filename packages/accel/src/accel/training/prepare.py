@@ -12,9 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel.engines.base.context import Prepared
+from accel.engines.base.context import PrepareRequest
 from accel.engines.common.loader import EngineLoader
-from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
+from accel.engines.common.placeholders import PlaceholderOptimizer, PlaceholderScheduler
 from accel.training.uneven import warn_of_missing, warn_of_uneven
 from accel_ops.modules import compile_children_in_place
 from accel_optim.lomo import find_lomo
@@ -33,11 +33,11 @@ _made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
     "model": torch.nn.Module,
-    "scheduler": (LRScheduler, AcceleratedScheduler, SchedulerStandIn),
-    "optimizer": (torch.optim.Optimizer, OptimizerStandIn),
+    "scheduler": (LRScheduler, AcceleratedScheduler, PlaceholderScheduler),
+    "optimizer": (torch.optim.Optimizer, PlaceholderOptimizer),
     "loader": (DataLoader, EngineLoader),
 }
-_BESIDE = ("scheduler", "loader", "own")
+_BESIDE = ("scheduler", "loader", "extra")
 
 
 def prepare(
@@ -86,9 +86,9 @@ def prepare(
             result[index] = prepare_loader(run, objects[index], placement[index])
             # Sequence parallelism shares the batches of loaders that come with the model, as documented.
             if "model" in kinds:
-                result[index] = run.engine.loaders.share_loader(result[index])
-        elif kind == "own":
-            result[index] = run.engine.loaders.prepare_own(objects[index], caller)
+                result[index] = run.engine.loaders.wrap_loader(result[index])
+        elif kind == "extra":
+            result[index] = run.engine.loaders.prepare_extra(objects[index], caller)
     return result
 
 
@@ -140,16 +140,16 @@ def prepare_models_and_optimizers(
     for model, _ in models:
         compile_children_in_place(model)  # plans, policies and checkpoints go by names and classes
     optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
-    request = Prepared(
+    request = PrepareRequest(
         models=tuple(model for model, _ in models),
         optimizers=tuple(_inner(optimizer) for optimizer, _ in optimizers),
         place_models=tuple(put for _, put in models),
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
-        caller=caller,
+        accelerator=caller,
         **_beside_models(run, beside),
     )
-    run.engine.check_together(request)  # raises before anything is changed
+    run.engine.check_collectively(request)  # raises before anything is changed
     done = run.engine.prepare(request)
     run.models.extend(map(_marked, done.models))
     run.optimizers.extend(map(_marked, done.optimizers))
@@ -173,7 +173,7 @@ def prepare_models_and_optimizers(
 def _beside_models(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
     """The schedules, loaders and batch sizes of a call, which some engines need."""
     config, state = run.dataloader_config, run.gradient_state
-    size = run.engine.loaders.data_shard[1]
+    size = run.engine.loaders.dp_rank_and_size[1]
     given = [item for item in beside if isinstance(item, DataLoader)]
     sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
     earlier = [_batch_size(item) for item in run.loaders]
@@ -181,10 +181,10 @@ def _beside_models(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
     moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
         "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
-        "own": tuple(item for item in beside if isinstance(item, run.engine.loaders.own_kinds)),
+        "extra": tuple(item for item in beside if isinstance(item, run.engine.loaders.extra_types)),
         "batch_sizes": tuple(known for known in sizes if known is not None),
-        "earlier_batch_size": min((known for known in earlier if known is not None), default=None),
-        "schedule_moves": moves,
+        "previous_batch_size": min((known for known in earlier if known is not None), default=None),
+        "scheduler_steps_per_step": moves,
     }
 
 
@@ -213,7 +213,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
             step_with_optimizer=run.step_scheduler_with_optimizer,
             split_batches=run.dataloader_config.split_batches,
             gradient_state=run.gradient_state,
-            num_processes=run.engine.loaders.data_shard[1],
+            num_processes=run.engine.loaders.dp_rank_and_size[1],
         )
     prepared: AcceleratedScheduler = scheduler
     run.schedulers.append(_marked(prepared))
@@ -250,7 +250,7 @@ def prepare_loader(
         source = _made_from.get(known)
         if source is not None and source[0]() is loader and source[1] == asked:
             return known
-    rank, size = run.engine.loaders.data_shard
+    rank, size = run.engine.loaders.dp_rank_and_size
     shares_samples = size != run.process.world_size  # tensor or context parallelism
     prepared = prepare_data_loader(
         run.engine.loaders.loader_to_prepare(loader),
@@ -281,7 +281,7 @@ def prepare_loader(
         prepared.gradient_state = run.gradient_state
     # Partials of functions, not methods: the loader must not keep the Accelerator.
     if run.process.world_size > 1:
-        joining = run.engine.loaders.joining
+        joining = run.engine.loaders.join_state
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
     if not any(known is prepared for known in run.loaders):
         run.loaders.append(_marked(prepared))
@@ -297,8 +297,8 @@ def _kind_of(run: Run, item: Any) -> str | None:
     for kind, types in _KINDS.items():
         if isinstance(item, types):
             return kind
-    if isinstance(item, run.engine.loaders.own_kinds):
-        return "own"
+    if isinstance(item, run.engine.loaders.extra_types):
+        return "extra"
     if _is_like_an_optimizer(item):
         return "optimizer"
     return None

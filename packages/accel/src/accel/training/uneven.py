@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.engines.base import Joining
+    from accel.engines.base import JoinState
     from accel.training.run import Run
     from accel_data.loader.uneven import ExhaustedRank
 
@@ -24,7 +24,7 @@ def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | 
         even_batches: Overrides the setting of prepared map-style loaders inside the context.
     """
     engine = run.engine
-    if engine.loaders.joining is None:
+    if engine.loaders.join_state is None:
         if run.process.world_size > 1:
             warn(
                 f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
@@ -35,7 +35,7 @@ def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | 
         yield
 
 
-def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> None:
+def warn_of_uneven(joining: JoinState | None, counts: tuple[int, ...] | None) -> None:
     """Warn that processes which run out of batches leave the others waiting, unless they are joined.
 
     Args:
@@ -55,7 +55,7 @@ def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> N
     warn(f"{seen}: {_TAKES_NO_PART}. {_to_train(joining)}{fix}.", UserWarning)
 
 
-def warn_of_missing(joining: Joining | None, missing: ExhaustedRank) -> None:
+def warn_of_missing(joining: JoinState | None, missing: Missing) -> None:
     """Warn of a process that has no batch, in the step in which another one finds it.
 
     Args:
@@ -79,7 +79,7 @@ _TAKES_NO_PART = (
 )
 
 
-def _to_train(joining: Joining | None) -> str:
+def _to_train(joining: JoinState | None) -> str:
     way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joining else ""
     return f"To train on it {way}"
 

@@ -7,11 +7,11 @@ from accel.big_models.placement.memory import get_max_memory as get_max_memory
 from accel.big_models.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.big_models.quantization.load import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel.big_models.quantization.load import load_and_quantize_model as load_and_quantize_model
+from accel.engines.deepspeed.placeholders import DummyOptim as DummyOptim
+from accel.engines.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.engines.deepspeed.runtime import GatheredParameters as GatheredParameters
 from accel.engines.deepspeed.runtime import deepspeed_required as deepspeed_required
-from accel.engines.deepspeed.stand_ins import DummyOptim as DummyOptim
-from accel.engines.deepspeed.stand_ins import DummyScheduler as DummyScheduler
 from accel.engines.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
+from accel.engines.common.check_on_all_ranks import check_on_all_ranks
 from accel.engines.common.checks import check_whole_tensor_steps
-from accel.engines.common.joint_checks import checking_together
 from accel.engines.deepspeed.settings import check_axes
 from accel.engines.megatron.engine import MegatronLMEngine
 from accel.engines.mesh.shard import check_layout, check_sparse
@@ -194,11 +194,11 @@ def test_a_buffer_without_values_is_missing_too(is_persistent, fix):
     model = Net()
     model.register_buffer("table", torch.empty(2, device="meta"), persistent=is_persistent)
     process = Accelerator(cpu=True).engine.context.process
-    with checking_together([(model, False)], "the first", process):
+    with check_on_all_ranks([(model, False)], "the first", process):
         pass
     with (
         pytest.raises(ValueError, match=rf"buffers \(table\) without values .*{fix}"),
-        checking_together([(model, True)], "the first", process),
+        check_on_all_ranks([(model, True)], "the first", process),
     ):
         pass
 
@@ -308,17 +308,17 @@ def test_options_of_ddp_are_told_to_be_ignored_under_engines_without_it(world, e
 def test_every_engine_names_the_handlers_that_it_does_not_read():
     handlers = Handlers(AutocastKwargs(enabled=False), scaler=GradScalerKwargs(init_scale=2.0))
     with pytest.warns(UserWarning, match="ignored") as told:
-        warn_unread(handlers, SimpleNamespace(name="m", unread_handlers=MegatronLMEngine.unread_handlers))
+        warn_unread(handlers, SimpleNamespace(name="m", ignored_handlers=MegatronLMEngine.ignored_handlers))
     assert ["GradScalerKwargs(init_scale=2.0)" in str(item.message) for item in told] == [True, False]
     assert "AutocastKwargs(enabled=False)" in str(told[1].message)
-    warn_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+    warn_unread(handlers, SimpleNamespace(name="xla", ignored_handlers=XLAEngine.ignored_handlers))
 
 
 def test_what_the_trainer_always_passes_is_logged_and_not_warned_of(caplog):
     handlers = Handlers(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))
     Accelerator(cpu=True)
     with caplog.at_level("INFO", logger="accel.training.arguments"):
-        warn_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+        warn_unread(handlers, SimpleNamespace(name="xla", ignored_handlers=XLAEngine.ignored_handlers))
     (record,) = caplog.records
     assert "DistributedDataParallelKwargs(find_unused_parameters=True) is ignored under xla" in record.message
 

@@ -37,7 +37,7 @@ class Layers(torch.nn.Sequential):
 
 def data(accelerator: Accelerator) -> torch.Tensor:
     """This process's part of a batch."""
-    rank, size = accelerator.engine.loaders.data_shard
+    rank, size = accelerator.engine.loaders.dp_rank_and_size
     return torch.linspace(-2, 2, 24).view(6, 4).chunk(size)[rank]
 
 

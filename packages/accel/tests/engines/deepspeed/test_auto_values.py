@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from accel.engines.deepspeed.auto_values import Facts, complete
+from accel.engines.deepspeed.auto_values import PrepareInfo, complete
+from accel.engines.deepspeed.placeholders import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 
 
-def facts(**changes: Any) -> Facts:
+def info(**changes: Any) -> PrepareInfo:
     model = torch.nn.Linear(2, 2)
-    given = Facts(
+    given = PrepareInfo(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         scheduler=None,
@@ -34,7 +34,7 @@ def facts(**changes: Any) -> Facts:
 def test_batches_are_counted():
     plugin = DeepSpeedPlugin(zero_stage=1)
 
-    config = complete(plugin, facts())
+    config = complete(plugin, info())
 
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 4
     assert plugin.deepspeed_config["gradient_accumulation_steps"] == 2
@@ -51,7 +51,7 @@ def test_batches_are_counted():
 def test_whose_batches_count(sizes, known, is_min, expected):
     plugin = DeepSpeedPlugin(zero_stage=1, is_train_batch_min=is_min)
 
-    complete(plugin, facts(batch_sizes=sizes, known_batch_size=known))
+    complete(plugin, info(batch_sizes=sizes, known_batch_size=known))
 
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == expected
 
@@ -60,24 +60,24 @@ def test_a_batch_of_every_process_is_that_of_all_groups_under_sequence_paralleli
     """transformers' Trainer counts processes, and DeepSpeed groups of them."""
     plugin = DeepSpeedPlugin({"train_batch_size": 48, "zero_optimization": {"stage": 1}})
 
-    config = complete(plugin, facts(sequence_parallel_size=2))
+    config = complete(plugin, info(sequence_parallel_size=2))
 
     assert config["train_batch_size"] == 24
     assert plugin.deepspeed_config["train_batch_size"] == 48  # the user's number stays
     plugin.forget_filled()
     assert plugin.deepspeed_config["train_batch_size"] == 48
     with pytest.raises(ValueError, match="DummyOptim stands for"):
-        complete(plugin, facts(sequence_parallel_size=2, optimizer=DummyOptim([])))
+        complete(plugin, info(sequence_parallel_size=2, optimizer=DummyOptim([])))
     assert plugin.deepspeed_config["train_batch_size"] == 48
     with pytest.raises(ValueError, match="train_batch_size=47, and here it is 24"):
-        complete(DeepSpeedPlugin({"train_batch_size": 47}), facts(sequence_parallel_size=2))
+        complete(DeepSpeedPlugin({"train_batch_size": 47}), info(sequence_parallel_size=2))
 
 
 def test_what_was_filled_in_is_filled_in_anew_for_other_objects():
     plugin = DeepSpeedPlugin(zero_stage=1)
 
-    complete(plugin, facts())
-    complete(plugin, facts(batch_sizes=(8,), num_steps=1))
+    complete(plugin, info())
+    complete(plugin, info(batch_sizes=(8,), num_steps=1))
 
     assert plugin.deepspeed_config["train_batch_size"] == 24
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 8
@@ -85,10 +85,10 @@ def test_what_was_filled_in_is_filled_in_anew_for_other_objects():
 
 def test_numbers_that_fit_are_left_and_others_listed():
     plugin = DeepSpeedPlugin({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 8})
-    assert complete(plugin, facts(batch_sizes=(4, 8), num_steps=1))["train_batch_size"] == 24
+    assert complete(plugin, info(batch_sizes=(4, 8), num_steps=1))["train_batch_size"] == 24
 
     with pytest.raises(ValueError, match="does not fit") as error:
-        complete(plugin, facts())
+        complete(plugin, info())
     assert str(error.value).splitlines()[1:-1] == [
         "- train_batch_size=24, and here it is 48",
         "- train_micro_batch_size_per_gpu=8, and here it is 4",
@@ -99,11 +99,11 @@ def test_a_loop_that_marks_windows_itself_may_say_so_to_deepspeed_alone():
     config = {"gradient_accumulation_steps": 4, "train_batch_size": "auto"}
 
     plugin = DeepSpeedPlugin(config)
-    complete(plugin, facts(num_steps=1))
+    complete(plugin, info(num_steps=1))
 
     assert plugin.deepspeed_config["train_batch_size"] == 48
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4, and here it is 2"):
-        complete(DeepSpeedPlugin(config), facts())
+        complete(DeepSpeedPlugin(config), info())
 
 
 @pytest.mark.parametrize(
@@ -122,25 +122,25 @@ def test_buffers_follow_the_models_size(config):
     model = torch.nn.Linear(2, 2)
     model.config = config  # type: ignore[assignment]
 
-    complete(plugin, facts(model=model))
+    complete(plugin, info(model=model))
 
     filled = plugin.deepspeed_config["zero_optimization"]
     assert [filled[name] for name in zero] == [100, 90, 100]
     with pytest.raises(ValueError, match=r"- zero_optimization\.reduce_bucket_size is 'auto'"):
-        complete(plugin, facts())
+        complete(plugin, info())
 
 
 def test_what_comes_twice_or_not_at_all_is_listed():
     model = torch.nn.Linear(2, 2)
     stand_in = DummyOptim(model.parameters())
     both = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
-    schedule = torch.optim.lr_scheduler.StepLR(facts().optimizer, 1)
+    schedule = torch.optim.lr_scheduler.StepLR(info().optimizer, 1)
 
     for config, given, texts in (
-        (both, facts(scheduler=schedule), ["pass a DummyOptim", "pass a DummyScheduler"]),
+        (both, info(scheduler=schedule), ["pass a DummyOptim", "pass a DummyScheduler"]),
         (
             {},
-            facts(optimizer=stand_in, scheduler=DummyScheduler(stand_in)),
+            info(optimizer=stand_in, scheduler=DummyScheduler(stand_in)),
             ["which has none: pass a real one", "give it lr_scheduler_callable, or pass a real one"],
         ),
     ):
@@ -158,7 +158,7 @@ def test_adam_on_the_cpu_is_torchs_unless_somebody_says_otherwise():
         ("cuda", {}, {"lr": 0.1}),
     ):
         config = {"optimizer": {"type": "Adam", "params": {"lr": "auto", **given}}}
-        started = complete(DeepSpeedPlugin(config), facts(optimizer=stand_in, device_type=device))
+        started = complete(DeepSpeedPlugin(config), info(optimizer=stand_in, device_type=device))
         assert started["optimizer"]["params"] == expected
 
 
@@ -169,7 +169,7 @@ def test_a_model_that_is_evaluated_needs_no_optimizer_of_the_configuration():
         "zero_optimization": {"stage": 3},
     }
 
-    started = complete(DeepSpeedPlugin(config, zero3_init_flag=False), facts(optimizer=None, batch_sizes=()))
+    started = complete(DeepSpeedPlugin(config, zero3_init_flag=False), info(optimizer=None, batch_sizes=()))
 
     assert started["train_micro_batch_size_per_gpu"] == 1
     assert not {"optimizer", "scheduler"} & set(started)
@@ -194,6 +194,6 @@ def test_a_schedule_warms_each_group_up_to_its_own_rate(second, expected):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
     }
 
-    started = complete(DeepSpeedPlugin(config), facts(optimizer=stand_in, scheduler=DummyScheduler(stand_in)))
+    started = complete(DeepSpeedPlugin(config), info(optimizer=stand_in, scheduler=DummyScheduler(stand_in)))
 
     assert started["scheduler"]["params"]["warmup_max_lr"] == expected

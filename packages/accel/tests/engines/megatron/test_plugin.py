@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.engines.deepspeed.stand_ins import DummyOptim
+from accel.engines.deepspeed.placeholders import DummyOptim
 from accel.engines.megatron import parsers
 from accel.engines.megatron.optimizers import MegatronLMDummyScheduler
 from accel.engines.megatron.parsers import add_model_config_to_megatron_parser

@@ -116,7 +116,7 @@ def train(engine: str, precision: str, folder: str | None) -> tuple[list[float],
     assert accelerator.prepare(model) is model
     plain = accelerator.unwrap_model(model)
     assert has_ao_layers(plain) is (precision == "fp8")
-    rank, size = accelerator.engine.loaders.data_shard
+    rank, size = accelerator.engine.loaders.dp_rank_and_size
     own = data().chunk(size)[rank]
     losses: list[float] = []
     for step in range(STEPS):

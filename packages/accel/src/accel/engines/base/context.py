@@ -1,4 +1,4 @@
-"""The arguments of an engine and of its `prepare`: values that do not change."""
+"""The arguments of an engine and of its `prepare`: immutable values."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The settings and facts that an engine is made from; frozen.
+    """The settings and process information that an engine is created with; frozen.
 
     Attributes:
         process: Rank, sizes, device and backend of this process.
         precision: The compute precision and its autocast options.
-        gradient_state: The accumulation window's state that optimizers follow.
+        gradient_state: The accumulation window's state, which optimizers read.
         scaler: The loss scaler of fp16 training, else None.
-        mesh: The device mesh, when a ParallelismConfig asked for one.
+        mesh: The device mesh, if a ParallelismConfig requests one.
         parallelism: The sizes of the mesh's axes.
-        settings: What asked for the engine: its plugin, or the settings of another package's engine; None
-            where nothing did. Of DeepSpeed, a function that returns the plugin that is active now.
+        settings: What selected the engine: its plugin, or the settings of another package's engine; None
+            where nothing did. For DeepSpeed, a function that returns the active plugin.
         ddp: Options for DistributedDataParallel.
         dynamo: Options for torch.compile.
-        fp8: The library that computes in fp8, when that is the precision.
+        fp8: The library that computes in fp8, if that is the precision.
     """
 
     process: ProcessInfo
@@ -52,21 +52,21 @@ class EngineContext:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The objects of one `prepare` call that engines care about, in the order given.
+class PrepareRequest:
+    """What one `prepare` call passes to the engine, in the order of its arguments.
 
     Attributes:
         models: Modules to wrap.
         optimizers: Optimizers over their parameters.
         place_models: Per model, whether it moves to the process's device.
-        place_optimizers: Per optimizer, whether a loaded state moves to the parameters' device.
-        evaluation_mode: True when the models are only evaluated, so that nothing is set up for gradients.
-        schedulers: Schedules of the same call, which are prepared afterwards.
-        batch_sizes: Samples per process and micro-batch, of each loader of the same call that says so.
-        earlier_batch_size: The smallest of loaders that were prepared before; None without any.
-        schedule_moves: How often each optimizer step moves a schedule.
-        own: Objects of the same call that this engine alone knows.
-        caller: The Accelerator, for code of the user's that an engine hands it to. No engine keeps it.
+        place_optimizers: Per optimizer, whether a loaded state moves to the device of its parameters.
+        evaluation_mode: Whether the models are only evaluated; nothing is set up for gradients then.
+        schedulers: Schedulers of the same call, which are prepared afterwards.
+        batch_sizes: Samples per process and micro-batch, of each loader of the call with a batch size.
+        previous_batch_size: The smallest batch size of loaders that were prepared before; None without any.
+        scheduler_steps_per_step: Scheduler steps per optimizer step.
+        extra: Objects of the same call that only this engine can prepare (`Loaders.extra_types`).
+        accelerator: The Accelerator, for user code that receives it. No engine keeps a reference.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -76,7 +76,7 @@ class Prepared:
     evaluation_mode: bool = False
     schedulers: tuple[Any, ...] = ()
     batch_sizes: tuple[int, ...] = ()
-    earlier_batch_size: int | None = None
-    schedule_moves: int = 1
-    own: tuple[Any, ...] = ()
-    caller: Any = None
+    previous_batch_size: int | None = None
+    scheduler_steps_per_step: int = 1
+    extra: tuple[Any, ...] = ()
+    accelerator: Any = None

@@ -1,7 +1,7 @@
-"""How training is parallelized: the first part of the engine interface.
+"""How training is parallelized: the main class of the engine interface.
 
-Every default is right for processes that each have the whole model and data of their own, so that an engine
-overrides only what it changes. An engine is made once per Accelerator from a frozen context.
+The defaults fit processes that each have the full model and their own data; an engine overrides only what it
+changes. An engine is created once per Accelerator, from a frozen context.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel.engines.base.gradients import Gradients
 from accel.engines.base.loaders import Loaders
 from accel.engines.base.states import States
@@ -35,7 +35,7 @@ from accel_optim.optimizer import AcceleratedOptimizer
 class Engine:
     """One process, one device. Other engines override what differs.
 
-    Gradients, states and loaders have classes of their own, which see the engine.
+    Gradients, states and loaders have separate classes, which refer to the engine.
     """
 
     name = "single"
@@ -45,24 +45,23 @@ class Engine:
     loaders_type: ClassVar[type[Loaders]] = Loaders
 
     settings_type: ClassVar[type | None] = None
-    """For engines of other packages: the class of the settings that ask for it in `kwargs_handlers`."""
+    """For engines of other packages: the class of the settings in `kwargs_handlers` that select it."""
 
     takes_gradient: ClassVar[bool] = False
-    """Whether `backward` passes `gradient=` on to torch: a window's mean losses are not divided then."""
+    """Whether `backward` passes `gradient=` to torch: a window's mean losses are not divided then."""
 
-    unread_handlers: ClassVar[Mapping[str, str]] = {}
-    """Kwargs handlers, by their field of `Handlers`, that this engine has no use for, and why."""
+    ignored_handlers: ClassVar[Mapping[str, str]] = {}
+    """Kwargs handlers that this engine ignores, by their field of `Handlers`, and why."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
-        # Who has parameters and gradients. Optimizers keep it, so that it refers to no engine, and to models
-        # weakly.
+        # Optimizers keep a reference to it, so it must not refer to the engine, and only weakly to models.
         self.gradient_sync = GradientSync()
 
     @property
     def gradients(self) -> Gradients:
         """How gradients are reduced, scaled and clipped."""
-        # Made anew each time: it holds the engine alone, and so no engine is in a cycle with it.
+        # Created on each access, which avoids a reference cycle with the engine.
         return self.gradients_type(self)
 
     @property
@@ -72,49 +71,51 @@ class Engine:
 
     @property
     def loaders(self) -> Loaders:
-        """How processes share data."""
+        """How data is split between processes."""
         return self.loaders_type(self)
 
-    def check(self, objects: Prepared) -> None:
-        """Reject combinations this engine cannot train, before anything is changed.
+    def check(self, request: PrepareRequest) -> None:
+        """Reject what this engine cannot train, before anything is changed.
 
         Raises:
-            ValueError: If some object cannot be prepared; the message names it and the fix.
+            ValueError: If an object cannot be prepared; the message names it and the fix.
         """
         has_scaler = self.context.scaler is not None
-        for model in objects.models:
-            check_offloaded_training(model, objects.evaluation_mode)
-            check_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
-            if has_scaler and not objects.evaluation_mode:
+        for model in request.models:
+            check_offloaded_training(model, request.evaluation_mode)
+            check_spread_training(model, request.evaluation_mode, self.context.process.world_size)
+            if has_scaler and not request.evaluation_mode:
                 check_fp16(named_parameters(model), self.gradient_sync.trained_parameter)
-        # Also where no model comes with it: optimizers may be prepared by themselves.
-        for optimizer in objects.optimizers:
+        # Also without a model: optimizers may be prepared separately.
+        for optimizer in request.optimizers:
             if has_scaler:
                 check_fp16(named_parameters(optimizer), self.gradient_sync.trained_parameter)
             check_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
-            check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
+            check_lomo(optimizer, num_processes=self.loaders.dp_rank_and_size[1], has_scaler=has_scaler)
 
-    def check_together(self, objects: Prepared) -> None:
-        """Check before `prepare`; engines whose processes train one model raise on all if one raises."""
-        self.check(objects)
+    def check_collectively(self, request: PrepareRequest) -> None:
+        """Run `check` before `prepare`; engines with several processes raise on all ranks if one raises."""
+        self.check(request)
 
-    def prepare(self, objects: Prepared) -> Prepared:
-        """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
-        models = zip(objects.models, objects.place_models, strict=True)
-        optimizers = zip(objects.optimizers, objects.place_optimizers, strict=True)
+    def prepare(self, request: PrepareRequest) -> PrepareRequest:
+        """Wrap models, then optimizers, which need the final parameters."""
+        models = zip(request.models, request.place_models, strict=True)
+        optimizers = zip(request.optimizers, request.place_optimizers, strict=True)
         return replace(
-            objects,
-            models=tuple(self.prepare_model(model, put, objects.evaluation_mode) for model, put in models),
-            optimizers=tuple(self.prepare_optimizer(optimizer, put) for optimizer, put in optimizers),
+            request,
+            models=tuple(
+                self.prepare_model(model, place, request.evaluation_mode) for model, place in models
+            ),
+            optimizers=tuple(self.prepare_optimizer(optimizer, place) for optimizer, place in optimizers),
         )
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """Place, convert to fp8, cast, wrap and compile one model, in this order."""
-        # Before wrapping: DDP and FSDP take the device of parameters for that of computation.
-        if place and len(mapped_devices(model)) < 2:  # a device map that spreads it has placed it
+        # Before wrapping: DDP and FSDP compute on the device of the parameters.
+        if place and len(mapped_devices(model)) < 2:  # else its device map has placed it
             model = model.to(self.context.process.device)
-        # fp8 layers before anything keeps parameters; autocast on the model's own forward, before another
-        # object (DDP, FSDP) wraps it; compilation last, so that the wrapper is compiled too.
+        # fp8 layers before anything refers to parameters; autocast on the model's own forward, before DDP or
+        # FSDP wraps it; compilation last, to compile the wrapper too.
         self.convert_model(model, evaluation_mode)
         wrap_forward(model, self.context.precision, self.context.process.device.type)
         if not evaluation_mode:
@@ -122,12 +123,12 @@ class Engine:
         return self._compiled(model)
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
-        """Replace layers by those of fp8, in place, when that is the precision."""
+        """Replace layers by fp8 layers, in place, if that is the precision."""
         if self.context.fp8 is not None:
             self.context.fp8.convert(model)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model as it trains under this engine."""
+        """Return the model in the form that this engine trains."""
         return model
 
     def _compiled(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -139,7 +140,7 @@ class Engine:
         return cast("torch.nn.Module", torch.compile(model, **dynamo.to_kwargs()))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
-        """Wrap an optimizer so that it steps at the window's boundary only."""
+        """Wrap an optimizer to step only at the window's boundary."""
         return AcceleratedOptimizer(
             optimizer,
             device_placement=place,
@@ -149,25 +150,24 @@ class Engine:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
-        """The schedule that takes this one's place; None to wrap it in AcceleratedScheduler."""
+        """The scheduler that replaces this one; None to wrap it in AcceleratedScheduler."""
         return None
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """Undo `wrap_model` (and on request the precision wrapper and compilation)."""
+        """Undo `wrap_model`, and on request the precision wrapper and compilation."""
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return inner
 
     def release(self) -> None:
-        """Drop the references to prepared objects, so that they are freed and others can be prepared."""
+        """Drop references to prepared objects: they can be freed, and others be prepared."""
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass on a loss that is already scaled for the window."""
         if self.context.scaler is not None:
             loss = self.context.scaler.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        # After it, as what was left out is known by now alone (a graph that is kept, parameters that were
-        # unfrozen).
+        # Afterwards, when it is known what was not reduced (a retained graph, unfrozen parameters).
         if self.gradient_sync.is_active:
             self.gradient_sync.after_backward(bool(kwargs.get("retain_graph")))

@@ -1,4 +1,4 @@
-"""How an engine's processes share data: the fourth part of the engine interface."""
+"""How data is split between the processes of an engine."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Joining:
-    """Whether processes that are out of data are shadowed now; loaders share it with their engine."""
+class JoinState:
+    """Whether torch's Join is active now; shared by loaders and their engine."""
 
     active: bool = False
 
 
 class Loaders:
-    """Data of its own for each process; made anew whenever it is asked for.
+    """Every process has its own data; created on each access.
 
     Args:
-        engine: Whose processes share the data.
+        engine: The engine.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     @property
-    def data_shard(self) -> tuple[int, int]:
-        """(rank, size) along the data-parallel dimension, by which loaders are sharded: all processes."""
+    def dp_rank_and_size(self) -> tuple[int, int]:
+        """(rank, size) along the data-parallel dimension, over which loaders are sharded: all processes."""
         process = self.engine.context.process
-        # Along with `data_ranks` and `mesh` this is all that loaders know of an engine.
+        # Loaders read only this, `data_ranks` and `mesh` from an engine.
         return process.rank, process.world_size
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The device mesh, where processes are arranged in one."""
+        """The device mesh, if there is one."""
         mesh: DeviceMesh | None = self.engine.context.mesh
         return mesh
 
     @property
     def data_ranks(self) -> list[int] | None:
-        """The rank along that dimension of each process, where it is neither its own nor said by the mesh."""
+        """Each process's rank along that dimension, unless it is its global rank or follows from the mesh."""
         return None
 
     def loader_to_prepare(self, loader: Any) -> Any:
-        """The loader whose batches are sharded, in place of one that is to be prepared."""
+        """The loader to prepare instead of the given one."""
         return loader
 
-    own_kinds: tuple[type, ...] = ()
-    """Types of objects that this engine alone prepares."""
+    extra_types: tuple[type, ...] = ()
+    """Additional types of objects that `prepare` accepts under this engine."""
 
-    def prepare_own(self, item: Any, caller: Any) -> Any:
-        """The prepared form of an object of `own_kinds`, for an Accelerator."""
+    def prepare_extra(self, item: Any, accelerator: Any) -> Any:
+        """Prepare an object of `extra_types`, for an Accelerator."""
         raise NotImplementedError
 
-    def share_loader(self, loader: Any) -> Any:
-        """A prepared loader as it feeds a model that was prepared in the same call."""
+    def wrap_loader(self, loader: Any) -> Any:
+        """Wrap a prepared loader whose model was prepared in the same call."""
         return loader
 
     def context_parallel(
@@ -70,20 +70,20 @@ class Loaders:
         dims: Sequence[int] | None,
         no_restore: AbstractSet[torch.Tensor] | None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which each process of a group has its part of sequences; nothing without such groups.
+        """A context in which each process of a group has its shard of each sequence; no-op without groups.
 
         Args:
             buffers: Tensors with one entry per token.
-            dims: Their dimensions of tokens.
-            no_restore: Those that keep the part afterwards.
+            dims: The token dimension of each.
+            no_restore: Buffers that keep the shard afterwards.
         """
         return contextlib.nullcontext()
 
     @property
-    def joining(self) -> Joining | None:
-        """Whether `join` is at work; None where it does nothing, of which the caller warns."""
+    def join_state(self) -> JoinState | None:
+        """Whether `join` is active; None if `join` does nothing, of which its user is warned."""
         return None
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """A context for training on uneven inputs; nothing to do where no collective runs in backward."""
+        """A context for training on uneven inputs; no-op where backward runs no collectives."""
         return contextlib.nullcontext()

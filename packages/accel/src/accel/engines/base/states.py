@@ -1,4 +1,4 @@
-"""How an engine's models and optimizers are saved and loaded: the third part of the engine interface."""
+"""How an engine saves and loads models and optimizers."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ class _Engine(Protocol):
 
 
 class States:
-    """Whole states, which the main process writes; made anew whenever it is asked for.
+    """Full states, which the main process writes; created on each access.
 
     Args:
-        engine: Whose models and optimizers are saved and loaded.
+        engine: The engine.
     """
 
     def __init__(self, engine: _Engine) -> None:
         self.engine = engine
 
-    keeps_open_window = True
-    """Whether the gradients of an open accumulation window are where a checkpoint finds them."""
+    can_save_mid_window = True
+    """Whether a checkpoint can include the gradients of an open accumulation window."""
 
     @property
-    def saves_parts(self) -> bool:
-        """Whether each process writes its own part of models and optimizers into a checkpoint."""
+    def saves_sharded(self) -> bool:
+        """Whether each process writes its shards of models and optimizers into a checkpoint."""
         return False
 
     @property
-    def gathers_parts(self) -> bool:
-        """Whether whole states are gathered from what FSDP has sharded, and saved in the form of such."""
+    def gathers_full_state(self) -> bool:
+        """Whether full states are gathered from FSDP shards, and saved in FSDP's format."""
         return False
 
     @property
     def saves_model(self) -> bool:
-        """Whether this process holds weights to be written; of replicas, the main one alone does."""
+        """Whether this process has weights to write; among replicas only the main process."""
         return self.engine.context.process.is_main
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's full state on this process, under the names of the unwrapped model when `unwrap`."""
         if unwrap:
-            # Without names that wrappers add: any engine, and a plain model, can load such a file.
+            # Without the name prefixes of wrappers: any engine, and a plain model, can load such a file.
             model = self.engine.unwrap_model(model, keep_torch_compile=False)
         return model.state_dict()
 
     def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The part of a prepared model that its parts are saved from and loaded into."""
+        """The module of a prepared model whose shards are saved and loaded."""
         return self.engine.unwrap_model(model, keep_torch_compile=False)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The object that a full state is loaded into: it has a state_dict and a load_state_dict."""
+        """The object to load a full state into, with `state_dict` and `load_state_dict`."""
         return model
 
     def check_save(self, optimizers: Iterable[Any]) -> None:
@@ -75,54 +75,54 @@ class States:
         """
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The object with the optimizer's full state on the processes that write; all processes call it."""
+        """The object with the optimizer's full state on the processes that write; all processes call this."""
         return optimizer
 
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The object that a full optimizer state is loaded into."""
+        """The object to load a full optimizer state into."""
         return optimizer
 
     def has_all_names(self, model: torch.nn.Module) -> bool:
-        """Whether every process has a tensor, or a part of it, under each name of a prepared model."""
+        """Whether every process has a tensor, or a shard of it, under each name of a prepared model."""
         return True
 
-    def is_part(self, tensor: torch.Tensor) -> bool:
-        """Whether this process has a part of its own of a tensor, and no mesh says which."""
+    def is_shard(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a shard without a mesh that describes it."""
         return False
 
-    def is_own(self, item: Any) -> bool:
-        """Whether a prepared model or optimizer is saved by `save_own`, and by nobody else."""
+    def has_native_checkpoint(self, item: Any) -> bool:
+        """Whether only `save_native` saves a prepared model or optimizer."""
         return False
 
-    def save_own(self, folder: Path, **options: Any) -> None:
-        """Write what the engine saves by itself into a checkpoint; every process calls it.
+    def save_native(self, folder: Path, **options: Any) -> None:
+        """Write the engine's own format into a checkpoint; every process calls it.
 
         Args:
             folder: The checkpoint's folder.
-            **options: What `save_state` was given for it; an engine that takes none warns.
+            **options: Additional arguments of `save_state`; an engine without options warns of them.
         """
-        # Warned of, and not an error: one script may save under several engines.
+        # A warning and no error: one script may save under several engines.
         if options:
             warn(
                 f"save_state ignores {', '.join(options)}: the {self.engine.name} engine saves without "
                 "options.",
             )
 
-    def check_own(self, names: Collection[str]) -> None:
-        """Reject a checkpoint that the engine cannot go on from, before anything is changed.
+    def check_native(self, names: Collection[str]) -> None:
+        """Reject a checkpoint that the engine cannot load, before anything is changed.
 
         Args:
-            names: Its files.
+            names: The file names of the checkpoint.
 
         Raises:
-            CheckpointError: If it cannot.
+            CheckpointError: If the engine cannot load it.
         """
         check_foreign(names, self.engine.name)
 
-    def load_own(self, folder: Path, **options: Any) -> None:
-        """Load what `save_own` wrote; every process calls it.
+    def load_native(self, folder: Path, **options: Any) -> None:
+        """Load what `save_native` wrote; every process calls it.
 
         Args:
             folder: The checkpoint's folder.
-            **options: What `load_state` was given for it.
+            **options: Additional arguments of `load_state`.
         """

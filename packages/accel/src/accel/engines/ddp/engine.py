@@ -13,9 +13,9 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.engines.base import Engine, Gradients, Joining, Loaders
-from accel.engines.base.context import EngineContext, Prepared
-from accel.engines.common.joint_checks import checking_together
+from accel.engines.base import Engine, Gradients, JoinState, Loaders
+from accel.engines.base.context import EngineContext, PrepareRequest
+from accel.engines.common.check_on_all_ranks import check_on_all_ranks
 from accel.engines.common.standalone import parameters_of
 from accel.engines.ddp.gradient_sync import DDPGradientSync
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -30,9 +30,9 @@ class DDPLoaders(Loaders):
     engine: DDPEngine
 
     @property
-    def joining(self) -> Joining:
+    def join_state(self) -> JoinState:
         """Whether torch's Join is at work."""
-        return self.engine.gradient_sync.joining
+        return self.engine.gradient_sync.join_state
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """Torch's Join: a process out of data shadows the collectives of the others.
@@ -45,12 +45,12 @@ class DDPLoaders(Loaders):
 
     @contextlib.contextmanager
     def _joined(self, members: list[Joinable]) -> Iterator[None]:
-        self.joining.active = True
+        self.join_state.active = True
         try:
             with Join(members):
                 yield
         finally:
-            self.joining.active = False
+            self.join_state.active = False
 
 
 class DDPGradients(Gradients):
@@ -75,7 +75,7 @@ class DDPGradients(Gradients):
         Raises:
             RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
         """
-        if self.engine.gradient_sync.joining.active:
+        if self.engine.gradient_sync.join_state.active:
             raise RuntimeError(
                 "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
                 "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
@@ -97,32 +97,32 @@ class DDPEngine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.gradient_sync: DDPGradientSync = DDPGradientSync(context.process)
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
+        self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
 
-    def prepare(self, objects: Prepared) -> Prepared:
+    def prepare(self, request: PrepareRequest) -> PrepareRequest:
         """Wrap models and optimizers, and find what the ones step and the others do not have."""
-        done = super().prepare(objects)
+        done = super().prepare(request)
         # Of all calls: an optimizer that was prepared first may step what a later model has.
-        self._known.update(dict.fromkeys(done.optimizers))
-        self.gradient_sync.register(parameters_of(self._known))
+        self._optimizers.update(dict.fromkeys(done.optimizers))
+        self.gradient_sync.register(parameters_of(self._optimizers))
         return done
 
-    def check(self, objects: Prepared) -> None:
+    def check(self, request: PrepareRequest) -> None:
         """Reject also models whose weights are split: they are no replicas."""
-        super().check(objects)
+        super().check(request)
         if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
             from accel.engines.mesh.tensor.split import is_split
 
-            for model in objects.models:
+            for model in request.models:
                 is_split(model, 1, self.name)
 
-    def check_together(self, objects: Prepared) -> None:
+    def check_collectively(self, request: PrepareRequest) -> None:
         """Reject on all processes what one rejects, and models without weights on any of them."""
-        models = () if objects.evaluation_mode else objects.models
+        models = () if request.evaluation_mode else request.models
         # A frozen model may be prepared on some processes alone: there is nothing that they would share.
         fresh = [(model, True) for model in models if _ddp(model) is None and _is_trained(model)]
-        with checking_together(fresh, "all", self.context.process):
-            self.check(objects)
+        with check_on_all_ranks(fresh, "all", self.context.process):
+            self.check(request)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""

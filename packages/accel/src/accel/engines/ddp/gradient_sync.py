@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.engines.base import Joining
+from accel.engines.base import JoinState
 from accel.engines.common.gradient_sync import DistributedGradientSync
 from accel.engines.common.standalone import average_gradients
 from accel.precision.outside_dynamo import call_outside_dynamo
@@ -41,7 +41,7 @@ class DDPGradientSync(DistributedGradientSync):
     def __init__(self, process: ProcessInfo) -> None:
         super().__init__(process)
         # A separate object: loaders keep it, and must not keep the engine.
-        self.joining = Joining()
+        self.join_state = JoinState()
         # Ordered, with the parameters that were frozen when DDP was created.
         self._frozen: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]]
         self._frozen = weakref.WeakKeyDictionary()
@@ -91,7 +91,7 @@ class DDPGradientSync(DistributedGradientSync):
                 left += [item for item in every if item.requires_grad]
             self._local.models.clear()
         left += self._standalone.trained()
-        if left and self.joining.active:
+        if left and self.join_state.active:
             raise RuntimeError(
                 f"{len(left)} tensors have gradients that DDP does not average (the window had no last "
                 "backward pass, or they were unfrozen after prepare(), or belong to no prepared model), and "
@@ -103,7 +103,7 @@ class DDPGradientSync(DistributedGradientSync):
     @property
     def may_differ(self) -> bool:
         """Whether replicas are apart for now, or processes do not step together."""
-        return self.joining.active or self.in_no_sync
+        return self.join_state.active or self.in_no_sync
 
 
 class _Local:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.engines.deepspeed.config import AUTO
-from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel.engines.deepspeed.placeholders import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ _ZERO = "zero_optimization"
 
 
 @dataclass(frozen=True)
-class Facts:
+class PrepareInfo:
     """The objects of one `prepare` call.
 
     Attributes:
@@ -33,7 +33,7 @@ class Facts:
         known_batch_size: The same of loaders that were prepared before; None without any.
         num_steps: Micro-batches of an accumulation window.
         num_processes: Processes with data of their own.
-        moves: How often each optimizer step moves a schedule.
+        scheduler_steps_per_step: Scheduler steps per optimizer step.
         device_type: Type of the device.
         mixed_precision: "bf16", "fp16" or "no".
         sequence_parallel_size: Processes that work on each sequence together.
@@ -46,18 +46,18 @@ class Facts:
     known_batch_size: int | None
     num_steps: int
     num_processes: int
-    moves: int
+    scheduler_steps_per_step: int
     device_type: str
     mixed_precision: str
     sequence_parallel_size: int = 1
 
 
-def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
+def complete(plugin: DeepSpeedPlugin, info: PrepareInfo) -> dict[str, Any]:
     """Fill a plugin's configuration in, and return what DeepSpeed is started with.
 
     Args:
         plugin: The plugin; what is "auto" in its configuration is filled in.
-        facts: What is prepared.
+        info: What is prepared.
 
     Returns:
         A copy of the configuration, with what follows from the objects given; for a model that is only
@@ -69,12 +69,12 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     # Each prepare fills "auto" in anew: after free_memory() the next loader may have other batches.
     plugin.forget_filled()
     # After forget_filled, which makes a precision that was filled in "auto" again.
-    plugin.set_mixed_precision(facts.mixed_precision)
+    plugin.set_mixed_precision(info.mixed_precision)
     if _ALL not in plugin.deepspeed_config:
         plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed needs one of them
-    found = _unfit(plugin, facts)
-    filled, compared = _values(plugin, facts)
-    started, size = compared[_ALL], facts.sequence_parallel_size
+    found = _unfit(plugin, info)
+    filled, compared = _values(plugin, info)
+    started, size = compared[_ALL], info.sequence_parallel_size
     if size > 1 and plugin.get_value(_ALL) == started * size:
         # Of every process, as transformers' Trainer counts; DeepSpeed counts groups.
         compared[_ALL] = started * size
@@ -82,79 +82,79 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
         if plugin.is_auto(name):
             plugin.fill_match(name, **{name: value})
     given = plugin.deepspeed_config
-    if facts.optimizer is None:  # what is evaluated needs neither
+    if info.optimizer is None:  # what is evaluated needs neither
         given = {name: value for name, value in given.items() if name not in ("optimizer", "scheduler")}
     plugin.deepspeed_config_process("", found, given, **compared)
     if found:
         raise ValueError(
-            f"DeepSpeed's configuration does not fit what is prepared ({type(facts.model).__name__}):\n"
+            f"DeepSpeed's configuration does not fit what is prepared ({type(info.model).__name__}):\n"
             + "\n".join(found)
             + "\nMake them the same, or set them to 'auto' in the configuration."
         )
-    return _for_start({**given, _ALL: started} if _ALL in given else given, facts)
+    return _for_start({**given, _ALL: started} if _ALL in given else given, info)
 
 
-def _unfit(plugin: DeepSpeedPlugin, facts: Facts) -> list[str]:
+def _unfit(plugin: DeepSpeedPlugin, info: PrepareInfo) -> list[str]:
     """List what is given twice, and what is missing, of optimizers and schedules."""
     found = []
     has_optimizer, has_scheduler = (bool(plugin.get_value(name)) for name in ("optimizer", "scheduler"))
-    if facts.optimizer is not None and isinstance(facts.optimizer, DummyOptim) is not has_optimizer:
+    if info.optimizer is not None and isinstance(info.optimizer, DummyOptim) is not has_optimizer:
         found.append(
-            f"- optimizer: the configuration has one, and so has prepare ({type(facts.optimizer).__name__}): "
+            f"- optimizer: the configuration has one, and so has prepare ({type(info.optimizer).__name__}): "
             "pass a DummyOptim"
             if has_optimizer
             else "- optimizer: DummyOptim stands for the configuration's, which has none: pass a real one"
         )
-    if isinstance(facts.scheduler, DummyScheduler):
+    if isinstance(info.scheduler, DummyScheduler):
         # One of the two has to be there, and not both.
-        if has_scheduler is (facts.scheduler.lr_scheduler_callable is not None):
+        if has_scheduler is (info.scheduler.lr_scheduler_callable is not None):
             found.append(
                 "- scheduler: the configuration has one, and DummyScheduler has lr_scheduler_callable"
                 if has_scheduler
                 else "- scheduler: DummyScheduler stands for the configuration's, which has none: give it "
                 "lr_scheduler_callable, or pass a real one"
             )
-    elif facts.scheduler is not None and has_scheduler:
+    elif info.scheduler is not None and has_scheduler:
         found.append(
-            f"- scheduler: the configuration has one, and so has prepare ({type(facts.scheduler).__name__}): "
+            f"- scheduler: the configuration has one, and so has prepare ({type(info.scheduler).__name__}): "
             "pass a DummyScheduler"
         )
     return found
 
 
-def _values(plugin: DeepSpeedPlugin, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
+def _values(plugin: DeepSpeedPlugin, info: PrepareInfo) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values by dotted names: those that only fill in, and those that are compared too."""
     filled: dict[str, Any] = {
         "gradient_clipping": 0.0,
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": False,
         f"{_ZERO}.offload_optimizer.device": "none",
         f"{_ZERO}.offload_param.device": "none",
-        **_hidden_size_values(facts.model),
-        **_optimizer_values(facts.optimizer),
-        **_scheduler_values(facts),
+        **_hidden_size_values(info.model),
+        **_optimizer_values(info.optimizer),
+        **_scheduler_values(info),
     }
     compared: dict[str, Any] = {}
-    (compared if facts.batch_sizes else filled)[_BATCH] = size = _batch_size(plugin, facts)
+    (compared if info.batch_sizes else filled)[_BATCH] = size = _batch_size(plugin, info)
     # A loop that marks the windows itself, as transformers' Trainer does, says 1 here.
-    (compared if facts.num_steps > 1 else filled)[_STEPS] = facts.num_steps
-    present = [(plugin.get_value(_BATCH), size), (plugin.get_value(_STEPS), facts.num_steps)]
+    (compared if info.num_steps > 1 else filled)[_STEPS] = info.num_steps
+    present = [(plugin.get_value(_BATCH), size), (plugin.get_value(_STEPS), info.num_steps)]
     # DeepSpeed requires that the batch of all processes is the product of these.
     sizes = [given if isinstance(given, int) else here for given, here in present]
-    compared[_ALL] = math.prod(sizes) * facts.num_processes
+    compared[_ALL] = math.prod(sizes) * info.num_processes
     for name in [name for name in filled if name.startswith(("optimizer.", "scheduler."))]:
-        if name in _given(facts):
+        if name in _given(info):
             compared[name] = filled.pop(name)
     return filled, compared
 
 
-def _batch_size(plugin: DeepSpeedPlugin, facts: Facts) -> int:
-    if not facts.batch_sizes:
-        return facts.known_batch_size or 1
+def _batch_size(plugin: DeepSpeedPlugin, info: PrepareInfo) -> int:
+    if not info.batch_sizes:
+        return info.known_batch_size or 1
     present = plugin.get_value(_BATCH)
     # Of loaders with different batches, the one that the configuration means.
-    if present in facts.batch_sizes:
+    if present in info.batch_sizes:
         return int(present)
-    return (min if plugin.is_train_batch_min else max)(facts.batch_sizes)
+    return (min if plugin.is_train_batch_min else max)(info.batch_sizes)
 
 
 def _hidden_size_values(model: torch.nn.Module) -> dict[str, int]:
@@ -183,50 +183,50 @@ def _optimizer_values(optimizer: Any) -> dict[str, Any]:
     return {f"optimizer.params.{name}": value for name, value in named.items()}
 
 
-def _scheduler_values(facts: Facts) -> dict[str, Any]:
-    scheduler = facts.scheduler
+def _scheduler_values(info: PrepareInfo) -> dict[str, Any]:
+    scheduler = info.scheduler
     if not isinstance(scheduler, DummyScheduler):
         return {}
-    rates = [group["lr"] for group in getattr(facts.optimizer, "param_groups", ()) if "lr" in group]
+    rates = [group["lr"] for group in getattr(info.optimizer, "param_groups", ()) if "lr" in group]
     named = {
         "warmup_min_lr": 0,
         # DeepSpeed takes one rate, or one for each group.
         **({"warmup_max_lr": rates if len(set(rates)) > 1 else rates[0]} if rates else {}),
         # DeepSpeed moves its schedule once per step.
-        "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / facts.moves)),
+        "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / info.scheduler_steps_per_step)),
         **scheduler.kwargs,
     }
     if scheduler.total_num_steps is not None:
-        named["total_num_steps"] = math.ceil(scheduler.total_num_steps / facts.moves)
+        named["total_num_steps"] = math.ceil(scheduler.total_num_steps / info.scheduler_steps_per_step)
     return {f"scheduler.params.{name}": value for name, value in named.items()}
 
 
-def _given(facts: Facts) -> set[str]:
+def _given(info: PrepareInfo) -> set[str]:
     """The settings of stand-ins that the user has given: those that are not their defaults."""
     names = set()
-    if isinstance(facts.optimizer, DummyOptim):
+    if isinstance(info.optimizer, DummyOptim):
         # The default of DummyOptim.
-        own = {"lr"} if facts.optimizer.lr != 0.001 else set()
-        own |= {"weight_decay"} if facts.optimizer.weight_decay else set()
-        names |= {f"optimizer.params.{name}" for name in (*own, *facts.optimizer.kwargs)}
-    if isinstance(facts.scheduler, DummyScheduler):
-        own = {"total_num_steps"} if facts.scheduler.total_num_steps is not None else set()
-        own |= {"warmup_num_steps"} if facts.scheduler.warmup_num_steps else set()
-        names |= {f"scheduler.params.{name}" for name in (*own, *facts.scheduler.kwargs)}
+        own = {"lr"} if info.optimizer.lr != 0.001 else set()
+        own |= {"weight_decay"} if info.optimizer.weight_decay else set()
+        names |= {f"optimizer.params.{name}" for name in (*own, *info.optimizer.kwargs)}
+    if isinstance(info.scheduler, DummyScheduler):
+        own = {"total_num_steps"} if info.scheduler.total_num_steps is not None else set()
+        own |= {"warmup_num_steps"} if info.scheduler.warmup_num_steps else set()
+        names |= {f"scheduler.params.{name}" for name in (*own, *info.scheduler.kwargs)}
     return names
 
 
-def _for_start(config: dict[str, Any], facts: Facts) -> dict[str, Any]:
+def _for_start(config: dict[str, Any], info: PrepareInfo) -> dict[str, Any]:
     """The configuration with what follows from the objects, unless the user says otherwise."""
     # A copy, as DeepSpeed changes the one that it is given.
     config = copy.deepcopy(config)
     config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is to clip, which nobody asked for
-    if facts.optimizer is not None and not isinstance(facts.optimizer, DummyOptim):
+    if info.optimizer is not None and not isinstance(info.optimizer, DummyOptim):
         # The user's optimizer is meant, whichever DeepSpeed has tried.
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     chosen = config.get("optimizer")
-    if facts.device_type == "cpu" and chosen and chosen["type"].lower() in ("adam", "adamw"):
+    if info.device_type == "cpu" and chosen and chosen["type"].lower() in ("adam", "adamw"):
         # DeepSpeed's own Adam would be compiled for this machine first, which takes minutes.
         chosen.setdefault("params", {}).setdefault("torch_adam", True)
     return config

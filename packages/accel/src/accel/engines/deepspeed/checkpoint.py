@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from accel.engines.deepspeed.runtime import part
+from accel.engines.deepspeed.runtime import import_deepspeed
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.tensors import torch_load
 from accel_ops.modules import compile_children_in_place, extract_model_from_parallel
@@ -111,8 +111,8 @@ def _read(allowed: list[Any], path: str, map_location: Any = None) -> Any:
 
 def _allowed() -> list[Any]:
     """The classes of DeepSpeed's that its files name; they hold values alone."""
-    scalers = part("runtime.fp16.loss_scaler")
-    stages, fragments = part("runtime.zero.config"), part("utils.tensor_fragment")
+    scalers = import_deepspeed("runtime.fp16.loss_scaler")
+    stages, fragments = import_deepspeed("runtime.zero.config"), import_deepspeed("utils.tensor_fragment")
     return [
         scalers.DynamicLossScaler,
         scalers.LossScaler,
@@ -128,7 +128,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return partitions is not None and bool(partitions())
 
 
-def gather_whole(engine: Any) -> dict[str, Any]:
+def gather_full_state(engine: Any) -> dict[str, Any]:
     """The whole weights on the main process; others take part and get an empty dict.
 
     Args:
@@ -161,13 +161,13 @@ class ShardedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return names and shapes of the whole weights; tied ones are one tensor, and values mean nothing."""
-        stand_ins: dict[int, torch.Tensor] = {}
+        tied: dict[int, torch.Tensor] = {}
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if hasattr(value, "ds_shape"):
                 # `ds_shape` is the shape before sharding; between steps the parameter itself is empty.
                 empty = torch.empty(1, dtype=value.dtype).expand(value.ds_shape)
-                state[name] = stand_ins.setdefault(id(value), empty)
+                state[name] = tied.setdefault(id(value), empty)
         return state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
@@ -188,5 +188,5 @@ class ShardedModel:
                 if name in state:
                     # The first process's values are sent when the context ends, whatever the others have
                     # copied.
-                    with part("runtime.zero").GatheredParameters([value], modifier_rank=0):
+                    with import_deepspeed("runtime.zero").GatheredParameters([value], modifier_rank=0):
                         value.copy_(state[name])

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel.engines.common.create_graph import refuse_create_graph
 from accel.engines.common.standalone import parameters_of
 from accel.engines.deepspeed import checkpoint, gradients, ulysses, weights
-from accel.engines.deepspeed.auto_values import Facts, complete
-from accel.engines.deepspeed.runtime import load, part, started
+from accel.engines.deepspeed.auto_values import PrepareInfo, complete
+from accel.engines.deepspeed.placeholders import DummyOptim, DummyScheduler
+from accel.engines.deepspeed.runtime import import_deepspeed, load, started
 from accel.engines.deepspeed.settings import check_axes, check_precision
-from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -39,34 +39,34 @@ class DeepSpeedStates(States):
 
     engine: DeepSpeedEngine
 
-    keeps_open_window = False
+    can_save_mid_window = False
 
-    def is_part(self, tensor: torch.Tensor) -> bool:
+    def is_shard(self, tensor: torch.Tensor) -> bool:
         """Those of ZeRO stage 3, which are empty outside of their layer."""
         return hasattr(tensor, "ds_tensor")
 
-    def is_own(self, item: Any) -> bool:
+    def has_native_checkpoint(self, item: Any) -> bool:
         """Whether it is in DeepSpeed's own checkpoint: the model that is trained, and its optimizer."""
         driver = self.engine._driver
         return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
 
-    def save_own(self, folder: Path, **options: Any) -> None:
+    def save_native(self, folder: Path, **options: Any) -> None:
         """Write DeepSpeed's own checkpoint; the options are those of its `save_checkpoint`."""
         if self.engine._driver is None:
-            super().save_own(folder, **options)
+            super().save_native(folder, **options)
         else:
             if weights.steps_copies(self.engine._driver.engine):
                 weights.take_changes(self.engine._driver.engine)  # DeepSpeed saves its copies as well
             checkpoint.save(self.engine._driver.engine, folder, options)
 
-    def check_own(self, names: Collection[str]) -> None:
+    def check_native(self, names: Collection[str]) -> None:
         """Reject a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
         if self.engine._driver is None:
-            super().check_own(names)
+            super().check_native(names)
         else:
             checkpoint.check(self.engine._driver.engine, names)
 
-    def load_own(self, folder: Path, **options: Any) -> None:
+    def load_native(self, folder: Path, **options: Any) -> None:
         """Load DeepSpeed's own checkpoint; the options are those of its `load_checkpoint`."""
         if self.engine._driver is not None:
             checkpoint.load(self.engine._driver.engine, folder, options)
@@ -74,7 +74,7 @@ class DeepSpeedStates(States):
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state; under stage 3 on the main process, and others get an empty dict."""
         if checkpoint.is_sharded(model):
-            return checkpoint.gather_whole(model)
+            return checkpoint.gather_full_state(model)
         return super().state_dict(model, unwrap)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
@@ -87,7 +87,7 @@ class DeepSpeedLoaders(Loaders):
 
     engine: DeepSpeedEngine
 
-    def share_loader(self, loader: Any) -> Any:
+    def wrap_loader(self, loader: Any) -> Any:
         """Under sequence parallelism, the loader with the processes of a group working on each batch."""
         if self.engine._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
             return loader
@@ -190,7 +190,7 @@ class DeepSpeedEngine(Engine):
         # The stage is in the name, as error messages and warnings that show it depend on it.
         self.name = f"deepspeed zero {plugin.zero_stage}"
         load(context.process.device)
-        has_fp16 = part("accelerator").get_accelerator().is_fp16_supported()
+        has_fp16 = import_deepspeed("accelerator").get_accelerator().is_fp16_supported()
         check_precision(context, plugin.zero_stage, has_fp16)
         plugin.selected = True  # one that was given alone is active too
         # One: DeepSpeed's backward is a method of the engine that trains, and the Accelerator's takes a loss
@@ -205,7 +205,7 @@ class DeepSpeedEngine(Engine):
         plugin: DeepSpeedPlugin = self.context.settings()
         return plugin
 
-    unread_handlers: ClassVar = {
+    ignored_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
         "scaler": "DeepSpeed scales losses by itself. Set the section 'fp16' of its configuration",
     }
@@ -217,12 +217,12 @@ class DeepSpeedEngine(Engine):
 
     # Preparing
 
-    def check(self, objects: Prepared) -> None:
+    def check(self, request: PrepareRequest) -> None:
         """Reject what DeepSpeed cannot train, and a configuration that does not fit what is prepared."""
-        super().check(objects)
-        pair = self._find_pair(objects)
+        super().check(request)
+        pair = self._find_pair(request)
         stage = self.plugin.zero_stage
-        for model in objects.models:
+        for model in request.models:
             is_split(model, 1, self.name)
             # Stage 3 shards models that are only evaluated too.
             if stage == 3 or (pair is not None and model is pair[0]):
@@ -231,23 +231,23 @@ class DeepSpeedEngine(Engine):
             check_sparse(pair[0], self.name)
         if pair is not None:
             # For its errors alone: what it fills in here is filled in again when the engine starts.
-            complete(self.plugin, self._facts(objects, *pair))
+            complete(self.plugin, self._prepare_info(request, *pair))
 
-    def _find_pair(self, objects: Prepared) -> tuple[torch.nn.Module, Any] | None:
+    def _find_pair(self, request: PrepareRequest) -> tuple[torch.nn.Module, Any] | None:
         """The model that is to be trained, and its optimizer; None if all models are evaluated.
 
         Raises:
             ValueError: If optimizers and models do not go together one by one.
         """
-        if not objects.optimizers:
+        if not request.optimizers:
             return None
-        if len(objects.optimizers) > 1 or self._driver is not None:
+        if len(request.optimizers) > 1 or self._driver is not None:
             raise ValueError(
-                f"{type(objects.optimizers[-1]).__name__}: one Accelerator trains one model with one "
+                f"{type(request.optimizers[-1]).__name__}: one Accelerator trains one model with one "
                 "optimizer under DeepSpeed, whose backward pass is that of one engine. Make an Accelerator "
                 "with the same plugin(s) for each pair."
             )
-        (optimizer,) = objects.optimizers
+        (optimizer,) = request.optimizers
         if getattr(optimizer, "state", None):
             raise ValueError(
                 f"{type(optimizer).__name__} has a state already, which DeepSpeed would drop: it steps "
@@ -255,7 +255,7 @@ class DeepSpeedEngine(Engine):
                 "save_state wrote."
             )
         held = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        owners = [model for model in objects.models if held & {id(item) for item in model.parameters()}]
+        owners = [model for model in request.models if held & {id(item) for item in model.parameters()}]
         if len(owners) != 1:
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {len(owners)} of the models that are prepared "
@@ -273,44 +273,46 @@ class DeepSpeedEngine(Engine):
             )
         return owners[0], optimizer
 
-    def _facts(self, objects: Prepared, model: torch.nn.Module, optimizer: Any) -> Facts:
-        own = [item for item in objects.schedulers if _schedules(item, optimizer)]
-        return Facts(
+    def _prepare_info(self, request: PrepareRequest, model: torch.nn.Module, optimizer: Any) -> PrepareInfo:
+        own = [item for item in request.schedulers if _schedules(item, optimizer)]
+        return PrepareInfo(
             model=model,
             optimizer=optimizer,
             scheduler=own[0] if own else None,
-            batch_sizes=objects.batch_sizes,
-            known_batch_size=objects.earlier_batch_size,
+            batch_sizes=request.batch_sizes,
+            known_batch_size=request.previous_batch_size,
             num_steps=self.context.gradient_state.num_steps,
-            num_processes=self.loaders.data_shard[1] // self._sequence_parallel_size,
+            num_processes=self.loaders.dp_rank_and_size[1] // self._sequence_parallel_size,
             sequence_parallel_size=self._sequence_parallel_size,
-            moves=objects.schedule_moves,
+            scheduler_steps_per_step=request.scheduler_steps_per_step,
             device_type=self.context.process.device.type,
             mixed_precision=self.context.precision.name,
         )
 
-    def prepare(self, objects: Prepared) -> Prepared:
+    def prepare(self, request: PrepareRequest) -> PrepareRequest:
         """Make an engine of the model and its optimizer; place the others, or shard them (stage 3)."""
-        pair = self._find_pair(objects)
+        pair = self._find_pair(request)
         models, optimizers = [], []
-        for model, put in zip(objects.models, objects.place_models, strict=True):
+        for model, put in zip(request.models, request.place_models, strict=True):
             if pair is not None and model is pair[0]:
-                engine, wrapper = self._start_training(objects, *pair)
+                engine, wrapper = self._start_training(request, *pair)
                 models.append(engine)
                 optimizers.append(wrapper)
             else:
-                models.append(self._prepare_evaluated(model, put, objects))
-        return replace(objects, models=tuple(models), optimizers=tuple(optimizers))
+                models.append(self._prepare_evaluated(model, put, request))
+        return replace(request, models=tuple(models), optimizers=tuple(optimizers))
 
-    def _start_training(self, objects: Prepared, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
-        facts = self._facts(objects, model, optimizer)
-        config = complete(self.plugin, facts)
+    def _start_training(
+        self, request: PrepareRequest, model: torch.nn.Module, optimizer: Any
+    ) -> tuple[Any, Any]:
+        info = self._prepare_info(request, model, optimizer)
+        config = complete(self.plugin, info)
         given: dict[str, Any] = {"optimizer": optimizer}
         if isinstance(optimizer, DummyOptim):
             given = {"model_parameters": optimizer.params}
-        if isinstance(facts.scheduler, DummyScheduler) and facts.scheduler.lr_scheduler_callable is not None:
+        if isinstance(info.scheduler, DummyScheduler) and info.scheduler.lr_scheduler_callable is not None:
             # DeepSpeed calls it with the optimizer that it has made.
-            given["lr_scheduler"] = facts.scheduler.lr_scheduler_callable
+            given["lr_scheduler"] = info.scheduler.lr_scheduler_callable
         trained = list(parameters_of([optimizer]))  # before DeepSpeed puts its copies there
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
@@ -322,11 +324,11 @@ class DeepSpeedEngine(Engine):
         wrapper = DeepSpeedOptimizerWrapper(
             engine.basic_optimizer, self._driver, gradient_state=self.context.gradient_state
         )
-        if isinstance(facts.scheduler, DummyScheduler):
+        if isinstance(info.scheduler, DummyScheduler):
             own = DeepSpeedSchedulerWrapper(
                 engine.lr_scheduler, wrapper, gradient_state=self.context.gradient_state
             )
-            self._schedules.append((facts.scheduler, own))
+            self._schedules.append((info.scheduler, own))
         return engine, wrapper
 
     def _start(self, model: torch.nn.Module, config: dict[str, Any], **given: Any) -> Any:
@@ -360,11 +362,15 @@ class DeepSpeedEngine(Engine):
         # engine.
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
-    def _prepare_evaluated(self, model: torch.nn.Module, put: bool, objects: Prepared) -> torch.nn.Module:
+    def _prepare_evaluated(
+        self, model: torch.nn.Module, put: bool, request: PrepareRequest
+    ) -> torch.nn.Module:
         # Below stage 3 every process has all weights, and nothing has to gather them.
         if self.plugin.zero_stage != 3:
             return super().prepare_model(model, put, evaluation_mode=True)
-        engine: torch.nn.Module = self._start(model, complete(self.plugin, self._facts(objects, model, None)))
+        engine: torch.nn.Module = self._start(
+            model, complete(self.plugin, self._prepare_info(request, model, None))
+        )
         return engine
 
     def release(self) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel.engines.common.same_order import ZERO3_FIX, check_same_order
-from accel.engines.deepspeed.runtime import part
+from accel.engines.deepspeed.runtime import import_deepspeed
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
@@ -46,14 +46,14 @@ def norm(engine: Any) -> torch.Tensor:
     """The 2-norm of the reduced gradients, over all processes, where they are not in the parameters."""
     optimizer = engine.optimizer
     if _accumulates_apart(engine):
-        apart: torch.Tensor = part("runtime.utils").get_global_norm_of_tensors(
+        apart: torch.Tensor = import_deepspeed("runtime.utils").get_global_norm_of_tensors(
             optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu
         )
         return apart
     if engine.zero_optimization_stage() == 3:
         # Private (0.19), as are most attributes of the optimizers here.
         groups = optimizer._get_norm_groups()
-        scaled_norm = part("runtime.utils").combine_grad_norm_groups(groups)
+        scaled_norm = import_deepspeed("runtime.utils").combine_grad_norm_groups(groups)
     else:
         scaled_norm = optimizer.scaled_global_norm()
     total: torch.Tensor = scaled_norm / loss_scale(engine)

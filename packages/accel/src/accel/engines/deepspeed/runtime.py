@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from accel.engines.common.lone_group import ensure_group
+from accel.engines.common.single_process_group import ensure_process_group
 from accel_state import env
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType
@@ -46,7 +46,7 @@ def load(device: torch.device) -> ModuleType:
     with env.patch_environment(**chosen), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries that it imports
         deepspeed = require("deepspeed", "deepspeed")
-        found = part("accelerator").get_accelerator().device_name()
+        found = import_deepspeed("accelerator").get_accelerator().device_name()
     if found != device.type:
         raise RuntimeError(
             f"DeepSpeed was imported before, and works on {found}; this process's device is {device}. Set "
@@ -57,7 +57,7 @@ def load(device: torch.device) -> ModuleType:
     return deepspeed
 
 
-def part(name: str) -> Any:
+def import_deepspeed(name: str) -> Any:
     """A module of DeepSpeed.
 
     Args:
@@ -73,8 +73,8 @@ def _leave_shared_memory_out() -> None:
     takes minutes, needs a compiler, and hangs every later run if it is interrupted. One that was installed
     with DeepSpeed is used.
     """
-    if not part("git_version_info").installed_ops.get("deepspeed_shm_comm"):
-        part("ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    if not import_deepspeed("git_version_info").installed_ops.get("deepspeed_shm_comm"):
+        import_deepspeed("ops").__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def started(process: ProcessInfo) -> Iterator[ModuleType]:
     """
     deepspeed = load(process.device)
     # DeepSpeed would look for MPI, or start a group of its own.
-    ensure_group(process)
+    ensure_process_group(process)
     _follow_group()
     if not env.is_set("LOCAL_RANK"):
         env.set("LOCAL_RANK", process.local_rank)  # it stays: ZeRO-3 reads it in the first steps too

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel.engines.common.loader import EngineLoader
-from accel.engines.deepspeed.runtime import part
+from accel.engines.deepspeed.runtime import import_deepspeed
 from accel_data.checks import check_skip
 from accel_data.skip import skip_first_batches
 from accel_ops.trees.send import send_to_device
@@ -47,9 +47,9 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
             f"{type(model).__name__} has no config."
         )
     # It takes the process group that is there; without this call its own collectives have none.
-    part("comm").init_distributed(dist_backend=None)
+    import_deepspeed("comm").init_distributed(dist_backend=None)
     # Those of a model before: it does not replace them.
-    part("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
+    import_deepspeed("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
     handler = config.sp_handler
     assert handler is not None, "it is made with sp_size"
     _put_attention_back()
@@ -59,7 +59,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
         _replaced[name] = functions[name]
         # Models of another Accelerator in this process would attend in groups that are gone.
         rendezvous.before_destroy(_put_attention_back)
-    attention = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    attention = import_deepspeed("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
     return attention.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=handler.sp_attn_implementation,
@@ -111,7 +111,7 @@ class SequenceParallelLoader(EngineLoader):
         return other
 
     def __iter__(self) -> Iterator[Any]:
-        shared = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
+        shared = import_deepspeed("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
             self.loader,
             sp_rank=self.groups.get_sequence_parallel_rank(),
             sp_group=self.groups.get_sequence_parallel_group(),

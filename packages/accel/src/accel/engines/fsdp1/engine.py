@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.common.checks import check_hooks
 from accel.engines.fsdp1 import flat
-from accel.engines.fsdp1.flattened import (
-    Flattened,
-    check_apart,
-    check_saved_whole,
+from accel.engines.fsdp1.flat_parameter_map import (
+    FlatParameterMap,
+    check_group_units,
+    check_no_shared_modules,
+    check_saveable,
     check_stateless,
-    check_whole_units,
 )
 from accel.engines.fsdp1.gradient_sync import FlatGradientSync
-from accel.engines.fsdp1.optimizer_parts import cut_states
+from accel.engines.fsdp1.optimizer_shards import shard_states
 from accel.engines.fsdp1.state import (
+    FlatFullStateModel,
+    FlatFullStateOptimizer,
     FlatRecord,
-    WholeFlatModel,
-    WholeFlatOptimizer,
+    full_weights,
     names_in_groups,
-    whole_weights,
 )
 from accel.engines.mesh.shard import check_ignored
 from accel.engines.mesh.tensor.split import is_split
@@ -86,8 +86,8 @@ class FSDP1Gradients(ShardedGradients):
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
         # Gradients of parameters in flat ones are views of the flat ones' own: each would be scaled twice.
-        managed = flat.managed(self.engine._models)
-        others = [item for item in parameters if id(item) not in managed]
+        groups = flat.group_by_parameter(self.engine._models)
+        others = [item for item in parameters if id(item) not in groups]
         norms.scale([*gradients_of(others), *flat.gradients(self.engine._models)], factor)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
@@ -99,12 +99,12 @@ class FSDP1Gradients(ShardedGradients):
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """As all engines that shard; gradients are in shards where parameters are."""
-        flat.free_gathered(self.engine._models)
+        flat.reshard(self.engine._models)
         return super().clip_norm(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient, in shards."""
-        flat.free_gathered(self.engine._models)
+        flat.reshard(self.engine._models)
         super().clip_value(parameters, clip_value)
 
 
@@ -125,34 +125,34 @@ class FSDP1States(ShardedStates):
         # One process of each machine: shared folders are written by the first, and others may have a disk of
         # their own.
         keep = self.engine.context.process.is_local_main
-        whole = whole_weights(root, self.engine._records[root], keep)
+        whole = full_weights(root, self.engine._records[root], keep)
         return whole if keep else {}
 
-    def is_part(self, tensor: torch.Tensor) -> bool:
+    def is_shard(self, tensor: torch.Tensor) -> bool:
         """Flat parameters, and those that lie in one."""
         return flat.is_flattened(tensor)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """The model as a whole state is loaded into it."""
         root = _root(model)
-        return model if root is None else WholeFlatModel(root, self.engine._records[root])
+        return model if root is None else FlatFullStateModel(root, self.engine._records[root])
 
     def check_save(self, optimizers: Iterable[Any]) -> None:
         """Reject optimizers of which torch cannot save the state; every process calls it."""
         for optimizer in optimizers:
-            check_saved_whole(optimizer, self.engine._models, self.engine.context.process)
+            check_saveable(optimizer, self.engine._models, self.engine.context.process)
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its whole state, which is gathered now, by all processes."""
         inner, root, names = self.engine._placed(optimizer)
         if root is None:
             return optimizer
-        return WholeFlatOptimizer.gathered(inner, root, names, self.engine.context.process.is_local_main)
+        return FlatFullStateOptimizer.gathered(inner, root, names, self.engine.context.process.is_local_main)
 
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer as a whole state is loaded into it."""
         inner, root, names = self.engine._placed(optimizer)
-        return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
+        return optimizer if root is None else FlatFullStateOptimizer(inner, root, names)
 
     # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
 
@@ -160,29 +160,31 @@ class FSDP1States(ShardedStates):
     def _is_local(self) -> bool:
         return self.engine.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
-    def is_own(self, item: Any) -> bool:
+    def has_native_checkpoint(self, item: Any) -> bool:
         """Whether an object goes into this process's own file: with LOCAL_STATE_DICT all that is in parts."""
         if not self._is_local:
             return False
         return (
-            self.engine.is_done(item)
+            self.engine.is_wrapped(item)
             if isinstance(item, torch.nn.Module)
             else self.engine._root_of(item) is not None
         )
 
-    def save_own(self, folder: Path, **options: Any) -> None:
+    def save_native(self, folder: Path, **options: Any) -> None:
         """Write this process's own file, with LOCAL_STATE_DICT; there are no options."""
-        super().save_own(folder, **options)
+        super().save_native(folder, **options)
         if self._is_local:
             state = {
                 "models": [flat.local_state(root) for root in self.engine._records],
-                "optimizers": [item.state_dict() for item in self.engine._known if self.is_own(item)],
+                "optimizers": [
+                    item.state_dict() for item in self.engine._optimizers if self.has_native_checkpoint(item)
+                ],
             }
             with staged(folder, process=self.engine.context.process) as staging:
                 name = file_names.local_state_file(self.engine.context.process.rank)
                 staging.write(values.encode(state, name), name)
 
-    def check_own(self, names: Collection[str]) -> None:
+    def check_native(self, names: Collection[str]) -> None:
         """Reject a checkpoint that is not this engine's, or one of other parts.
 
         Raises:
@@ -190,7 +192,7 @@ class FSDP1States(ShardedStates):
                 another number of processes.
         """
         if not self._is_local:
-            super().check_own(names)
+            super().check_native(names)
             return
         saved, size = (
             sum(file_names.role_of(name) == "local" for name in names),
@@ -203,7 +205,7 @@ class FSDP1States(ShardedStates):
                 "many, or with the type that it was saved with."
             )
 
-    def load_own(self, folder: Path, **options: Any) -> None:
+    def load_native(self, folder: Path, **options: Any) -> None:
         """Load this process's own file, with LOCAL_STATE_DICT.
 
         Raises:
@@ -218,7 +220,7 @@ class FSDP1States(ShardedStates):
         name = file_names.local_state_file(self.engine.context.process.rank)
         state = values.decode(tensors.load(folder / name, map_location="cpu"))
         # In the order of preparing, which is that of the file.
-        optimizers = [item for item in self.engine._known if self.is_own(item)]
+        optimizers = [item for item in self.engine._optimizers if self.has_native_checkpoint(item)]
         for root, part in zip(self.engine._records, state["models"], strict=True):
             flat.load_local_state(root, part)
         for optimizer, part in zip(optimizers, state["optimizers"], strict=True):
@@ -239,25 +241,27 @@ class FSDP1Engine(ShardedEngine):
     def __init__(self, context: EngineContext) -> None:
         _check_offload(context.settings.cpu_offload, context.process)
         super().__init__(context)
-        self._flattened = Flattened()
-        self.gradient_sync: FlatGradientSync = FlatGradientSync(self._flattened, context.process)
+        self._flat_map = FlatParameterMap()
+        self.gradient_sync: FlatGradientSync = FlatGradientSync(self._flat_map, context.process)
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
 
-    def check(self, objects: Prepared) -> None:
+    def check(self, request: PrepareRequest) -> None:
         """Reject what cannot be sharded, before anything is changed."""
-        super().check(objects)
-        fresh = [model for model in objects.models if not objects.evaluation_mode and not self.is_done(model)]
+        super().check(request)
+        fresh = [
+            model for model in request.models if not request.evaluation_mode and not self.is_wrapped(model)
+        ]
         taken = flat.flattened_modules(self._models)
         for model in fresh:
-            check_apart(model, taken)
+            check_no_shared_modules(model, taken)
         units = [set(members) for model in fresh for members in flat.members_of(model, self.groups_of(model))]
         # Also those that were prepared before: the parameters of this model may be theirs.
-        for optimizer in (*objects.optimizers, *self._known):
+        for optimizer in (*request.optimizers, *self._optimizers):
             if not self.plugin.use_orig_params:
                 check_stateless(optimizer, fresh)
-                check_whole_units(optimizer, units)
-            self._flattened.check(optimizer)
+                check_group_units(optimizer, units)
+            self._flat_map.check(optimizer)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Reject a model that does not fit the settings; nothing is changed."""
@@ -279,13 +283,13 @@ class FSDP1Engine(ShardedEngine):
         """Where weights come from, unless param_init_fn makes them."""
         return self.plugin.param_init_fn is None and (self.context.process.is_main or not self.sends_weights)
 
-    def is_done(self, model: torch.nn.Module) -> bool:
+    def is_wrapped(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""
         return _root(model) is not None
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap the model; idempotent."""
-        if self.is_done(model):
+        if self.is_wrapped(model):
             return model
         groups = self.groups_of(model)
         self.forget_groups(model)
@@ -299,7 +303,7 @@ class FSDP1Engine(ShardedEngine):
             groups.checkpointed, bool(self.plugin.activation_checkpointing_offload)
         )
         root = flat.shard_flat(model, groups, self._sharding())
-        self._flattened.note(before, root)
+        self._flat_map.record(before, root)
         self._records[root] = record
         self._models[root] = None
         self.gradient_sync.add(root)
@@ -327,11 +331,11 @@ class FSDP1Engine(ShardedEngine):
         """Whether a parameter is one of a model that is sharded already."""
         return flat.is_flattened(parameter)
 
-    def repoint(self, optimizer: Any) -> None:
+    def swap_parameters(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now, and its state their parts."""
         inner = getattr(optimizer, "optimizer", optimizer)
-        self._flattened.repoint(inner)
-        cut_states(inner, self._models)
+        self._flat_map.swap_parameters(inner)
+        shard_states(inner, self._models)
 
     # Gradients
 
@@ -366,7 +370,7 @@ class FSDP1Engine(ShardedEngine):
         if root is None:
             return inner, None, []
         names = names_in_groups(inner, root, self._records[root])
-        return inner, root, self._flattened.in_given_order(inner, names)
+        return inner, root, self._flat_map.in_original_order(inner, names)
 
 
 def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:

@@ -72,7 +72,7 @@ def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> Ful
 def _free_after_evaluation(root: FullyShardedDataParallel, inputs: Any, output: Any) -> None:
     """Free what a forward pass without gradients leaves gathered: changes in place would miss the shards."""
     if not torch.is_grad_enabled():
-        free_gathered([root])
+        reshard([root])
 
 
 def _free_frozen(root: FullyShardedDataParallel, inputs: Any, output: Any) -> None:
@@ -150,7 +150,7 @@ class _WithZeros(torch.autograd.Function):
         return gradient, torch.zeros(shape, dtype=dtype, device=device)
 
 
-def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
+def fsdp_units(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
     """The wrapped modules that have a flat parameter, each with torch's handle of it."""
     for model in models:
         for module in FullyShardedDataParallel.fsdp_modules(model):
@@ -158,7 +158,7 @@ def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataP
                 yield module, module._handle
 
 
-def units(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def units_by_name(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The wrapped modules, by their names in the plain model."""
     found = root.named_modules()
     return {
@@ -168,24 +168,24 @@ def units(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def free_gathered(models: Iterable[torch.nn.Module]) -> None:
+def reshard(models: Iterable[torch.nn.Module]) -> None:
     """Put shards in place of gathered parameters: what is still gathered misses an optimizer's step.
 
     A forward pass without a backward one leaves them gathered. What no optimizer steps may stay so.
     """
-    for module, handle in parts(models):
+    for module, handle in fsdp_units(models):
         flat = handle.flat_param
         has_run = hasattr(flat, "_full_param_padded")  # made by the first forward pass
         if has_run and flat.requires_grad and handle.uses_sharded_strategy and not handle.needs_unshard():
             _reshard(module, handle, free_unsharded_flat_param=True)
 
 
-def reduce(models: Iterable[torch.nn.Module]) -> None:
+def reduce_gradients(models: Iterable[torch.nn.Module]) -> None:
     """Reduce the gradients that are held back, as a backward pass outside of `no_sync` does."""
-    for module, handle in parts(models):
+    for module, handle in fsdp_units(models):
         flat = handle.flat_param
         # Nothing to reduce, or reduced already.
-        if flat.grad is None or not (is_held(handle) or not handle.uses_sharded_strategy):
+        if flat.grad is None or not (is_unreduced(handle) or not handle.uses_sharded_strategy):
             continue
         # As torch's post-backward hook does it, which `no_sync` leaves out.
         flat.grad.data = flat.grad.to(handle._reduce_dtype)
@@ -216,19 +216,19 @@ def _reducing(module: Any) -> Iterator[None]:
         current.wait_stream(module._all_reduce_stream)
 
 
-def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = None) -> None:
+def drop_gradients(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = None) -> None:
     """Drop gradients that are held back, and reduced ones that torch has put aside for the window's end.
 
     Args:
         models: The wrapped models.
         wanted: The `id` of each parameter whose gradient is dropped; None for all.
     """
-    for _, handle in parts(models):
+    for _, handle in fsdp_units(models):
         flat = handle.flat_param
         # Where torch keeps the reduced gradient between backward and its final callback, or of an earlier
         # micro-batch.
         aside = getattr(flat, "_saved_grad_shard", None)
-        if not is_held(handle) and aside is None:
+        if not is_unreduced(handle) and aside is None:
             continue
         members = [item for item in flat._params or (flat,) if item.requires_grad]
         if wanted is None or wanted >= {id(item) for item in members}:
@@ -240,7 +240,7 @@ def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = 
             continue
         if flat._params is None:  # stepped as a whole, by an optimizer that was not asked for
             continue
-        views = handle._get_unflat_views(flat.grad) if is_held(handle) else [None] * len(flat._params)
+        views = handle._get_unflat_views(flat.grad) if is_unreduced(handle) else [None] * len(flat._params)
         for item, view, place in zip(flat._params, views, flat._shard_param_infos, strict=True):
             if id(item) in wanted:
                 if view is not None:
@@ -249,7 +249,7 @@ def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = 
                     aside[place.offset_in_shard :][: place.numel_in_shard].zero_()
 
 
-def is_held(handle: Any) -> bool:
+def is_unreduced(handle: Any) -> bool:
     """Whether the gradient is a whole one, where parameters are in parts."""
     flat = handle.flat_param
     return handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._sharded_size
@@ -257,7 +257,7 @@ def is_held(handle: Any) -> bool:
 
 def flattened_modules(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """The modules whose parameters lie in flat ones."""
-    return {info.module for _, handle in parts(models) for info in handle.flat_param._param_infos}
+    return {info.module for _, handle in fsdp_units(models) for info in handle.flat_param._param_infos}
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
@@ -265,14 +265,14 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))  # torch's own mark, against doing it twice
 
 
-def managed(models: Iterable[torch.nn.Module]) -> dict[int, dist.ProcessGroup | None]:
+def group_by_parameter(models: Iterable[torch.nn.Module]) -> dict[int, dist.ProcessGroup | None]:
     """The group over which each parameter is in parts, by its `id`; None where it is whole.
 
     Of a flat parameter that is itself and (with use_orig_params) the parameters in it; parameters that were
     ignored are not there.
     """
     found: dict[int, dist.ProcessGroup | None] = {}
-    for _, handle in parts(models):
+    for _, handle in fsdp_units(models):
         group = handle.process_group if handle.uses_sharded_strategy else None
         found |= {id(item): group for item in (handle.flat_param, *(handle.flat_param._params or ()))}
     return found
@@ -286,7 +286,7 @@ def owners_by_name(root: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if not name.endswith("_flat_param")
     }
     paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
-    for module, handle in parts([root]):
+    for module, handle in fsdp_units([root]):
         # The flat parameter itself is the module's then, and its members have no names.
         if not handle._use_orig_params:
             prefix = f"{paths[module]}." if paths[module] else ""
@@ -305,7 +305,7 @@ def gradients(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     The gradients of the parameters in a flat parameter are views of its own.
     """
     found = []
-    for _, handle in parts(models):
+    for _, handle in fsdp_units(models):
         flat = handle.flat_param
         found += [item for item in (flat.grad, getattr(flat, "_saved_grad_shard", None)) if item is not None]
     return found
@@ -317,7 +317,7 @@ def gradient_sets(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.
     A set is there on all processes of a group, also where its parameters lie on other processes alone.
     """
     # Found once: each lookup would walk all modules.
-    groups = managed(models)
+    groups = group_by_parameter(models)
     sets: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     for parameter in parameters:
         found = sets.setdefault(groups.get(id(parameter)), [parameter.detach().new_empty(0)])
@@ -331,11 +331,11 @@ def local_state(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This process's tensors of a model: its parts of flat parameters, and whole tensors."""
     found: dict[str, torch.Tensor] = {}
     paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
-    for module, handle in parts([root]):
+    for module, handle in fsdp_units([root]):
         flat = handle.flat_param
         # The part of this process, also while the whole parameter is gathered.
         found[f"{paths[module]}.flat_param".lstrip(".")] = getattr(flat, "_local_shard", flat.data)
-    owned = managed([root])
+    owned = group_by_parameter([root])
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
         if id(tensor) not in owned:
             found[clean_tensor_name(name)] = tensor.detach()
@@ -357,7 +357,7 @@ def load_local_state(root: torch.nn.Module, state: dict[str, torch.Tensor]) -> N
             f"the saved part of {different[0]} has the shape {given.get(different[0])}, and the one here has "
             f"{sizes.get(different[0])}. Load it on as many processes, with the same wrapping and strategy."
         )
-    for _, handle in parts([root]):
+    for _, handle in fsdp_units([root]):
         if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
             handle.reshard(free_unsharded_flat_param=True)  # what an evaluation left gathered is old now
     with torch.no_grad():

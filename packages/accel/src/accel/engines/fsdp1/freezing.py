@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from accel.engines.fsdp1.flat import is_held, parts
+from accel.engines.fsdp1.flat import fsdp_units, is_unreduced
 
 
 class Freezing:
@@ -31,13 +31,13 @@ class Freezing:
         Raises:
             ValueError: If a window has gradients of members that are frozen now, beside trained ones.
         """
-        for module, handle in parts(models):
+        for module, handle in fsdp_units(models):
             members = handle.flat_param._params
             now = [item.requires_grad for item in members or ()]
             if not any(now):  # a discriminator, say, while the generator trains
                 continue
             before = self._trained.get(module)
-            if before is not None and before != now and is_held(handle):
+            if before is not None and before != now and is_unreduced(handle):
                 _check(handle, [was and not is_ for was, is_ in zip(before, now, strict=True)])
                 # Views of the whole gradient, one for each member (private in torch).
                 views = handle._get_unflat_views(handle.flat_param.grad)
@@ -52,9 +52,9 @@ class Freezing:
         Raises:
             ValueError: If it has gradients, not yet reduced, of members that are frozen now.
         """
-        for module, handle in parts(models):
+        for module, handle in fsdp_units(models):
             before = self._trained.get(module)
-            if before is not None and is_held(handle):
+            if before is not None and is_unreduced(handle):
                 members = handle.flat_param._params
                 _check(
                     handle,

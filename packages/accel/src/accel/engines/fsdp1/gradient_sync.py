@@ -15,7 +15,7 @@ from accel.engines.fsdp1 import flat
 from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_hooks_of_others
 
 if TYPE_CHECKING:
-    from accel.engines.fsdp1.flattened import Flattened
+    from accel.engines.fsdp1.flat_parameter_map import FlatParameterMap
     from accel_state.process.info import ProcessInfo
 
 
@@ -23,27 +23,29 @@ class FlatGradientSync(ShardedGradientSync):
     """Original parameters inside flat ones, of which each process has a shard.
 
     Args:
-        flattened: Maps original parameters to flat ones.
+        flat_map: Maps original parameters to flat ones.
         process: This process.
     """
 
-    def __init__(self, flattened: Flattened, process: ProcessInfo) -> None:
+    def __init__(self, flat_map: FlatParameterMap, process: ProcessInfo) -> None:
         super().__init__(process)
-        self._flattened = flattened
+        self._flat_map = flat_map
         self._freezing = Freezing()
 
     def add(self, model: torch.nn.Module) -> None:
         """Register a wrapped model."""
         self._models[model] = None
-        handles = [handle for _, handle in flat.parts([model])]  # found once: a forward pass walks no modules
+        handles = [
+            handle for _, handle in flat.fsdp_units([model])
+        ]  # found once: a forward pass walks no modules
         model.register_forward_pre_hook(partial(check_hooks_of_shards, handles))
         model.register_forward_pre_hook(partial(drop_hooks_of_others, handles))
         refuse_create_graph(model, "fsdp1")
-        check_same_order(model, flat.units(model), self._process, "fsdp1", FSDP_FIX)
+        check_same_order(model, flat.units_by_name(model), self._process, "fsdp1", FSDP_FIX)
 
     def trained_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is trained: it itself, or the flat one that contains it."""
-        return self._flattened.present(parameter)
+        return self._flat_map.current(parameter)
 
     def trained_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that are trained, a flat one once.
@@ -52,7 +54,7 @@ class FlatGradientSync(ShardedGradientSync):
             ValueError: If some, but not all, of the parameters in a flat one are given.
         """
         # A flat parameter is stepped as one tensor: a group cannot have a piece of it.
-        self._flattened.check_group("The optimizer", parameters)
+        self._flat_map.check_group("The optimizer", parameters)
         return list(dict.fromkeys(super().trained_parameters(parameters)))
 
     def is_model_parameter(self, tensor: torch.Tensor) -> bool:
@@ -76,12 +78,12 @@ class FlatGradientSync(ShardedGradientSync):
             ValueError: If some belong to parameters that are frozen now; nothing is reduced.
         """
         self._freezing.finish(self._models)
-        flat.reduce(self._models)
+        flat.reduce_gradients(self._models)
 
     def reshard(self) -> None:
         """Replace unsharded parameters by their shards."""
-        flat.free_gathered(self._models)
+        flat.reshard(self._models)
 
     def drop_pending(self, wanted: set[int] | None) -> None:
         """Drop full gradients that are not reduced."""
-        flat.forget(self._models, wanted)
+        flat.drop_gradients(self._models, wanted)

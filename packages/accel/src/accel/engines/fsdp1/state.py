@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from accel.engines.common.whole_state import gather_whole, stand_ins
+from accel.engines.common.full_state import empty_like_state, gather_full_state
 from accel.engines.fsdp1.flat import owners_by_name
 from accel.engines.sharded.groups import aliases
 from accel_ckpt.sharded.optimizer import set_state, state_to_save, suppress_torch_warnings
@@ -40,11 +40,12 @@ class FlatRecord:
     def of(cls, model: torch.nn.Module) -> FlatRecord:
         """The record of a model that is not wrapped yet."""
         return cls(
-            stand_ins(model.state_dict(keep_vars=True)), [names[0] for names in aliases(model).values()]
+            empty_like_state(model.state_dict(keep_vars=True)),
+            [names[0] for names in aliases(model).values()],
         )
 
 
-def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict[str, Any]:
+def full_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict[str, Any]:
     """Gather a model's whole state, as it was called before; every process calls it.
 
     Args:
@@ -57,7 +58,7 @@ def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict
     # Tied weights are one tensor in the record, and torch's state has each under its first name.
     first: dict[int, str] = {}
     parts = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
-    whole: dict[str, Any] = gather_whole(parts, keep)
+    whole: dict[str, Any] = gather_full_state(parts, keep)
     return whole
 
 
@@ -93,7 +94,7 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
 
 
-class WholeFlatModel:
+class FlatFullStateModel:
     """A wrapped model as checkpoints see it: with whole weights, as it was called before.
 
     Args:
@@ -121,7 +122,7 @@ class WholeFlatModel:
         return set_model_state_dict(self.root, dict(state), options=options)
 
 
-class WholeFlatOptimizer:
+class FlatFullStateOptimizer:
     """An optimizer of a wrapped model as checkpoints see it: with the state that one process would have,
     saved by names and loaded by numbers.
 
@@ -147,9 +148,9 @@ class WholeFlatOptimizer:
     @classmethod
     def gathered(
         cls, optimizer: Any, root: torch.nn.Module, names: list[list[str]], keep: bool
-    ) -> WholeFlatOptimizer:
+    ) -> FlatFullStateOptimizer:
         """With the whole state, which all processes gather now; those that do not keep it have no tensors."""
-        return cls(optimizer, root, names, gather_whole(state_to_save(root, optimizer), keep))
+        return cls(optimizer, root, names, gather_full_state(state_to_save(root, optimizer), keep))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gathered state, with names in the order in which parameters were given."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel.engines.megatron import checkpoint, runtime
 from accel.engines.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
 from accel.engines.megatron.models.bert import BertTrainStep
@@ -47,7 +47,7 @@ class MegatronLMLoaders(Loaders):
     engine: MegatronLMEngine
 
     @property
-    def data_shard(self) -> tuple[int, int]:
+    def dp_rank_and_size(self) -> tuple[int, int]:
         """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
         state = runtime.parallel_state()
         return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
@@ -62,15 +62,15 @@ class MegatronLMLoaders(Loaders):
         assert self.engine.plugin.num_micro_batches is not None, "filled when the plugin was made"
         return with_micro_batches(loader, self.engine.plugin.num_micro_batches)
 
-    own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
+    extra_types = (MegatronLMDummyDataLoader, IndexedLoader)
 
-    def prepare_own(self, item: Any, caller: Any) -> Any:
+    def prepare_extra(self, item: Any, accelerator: Any) -> Any:
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
         if isinstance(item, IndexedLoader):
             return item
         # The stand-in is prepared three times; the first time builds all loaders.
         if not self.engine._loaders:
-            self.engine._loaders = list(item.build_train_valid_test_data_iterators(caller))
+            self.engine._loaders = list(item.build_train_valid_test_data_iterators(accelerator))
         return self.engine._loaders.pop(0)
 
 
@@ -146,22 +146,22 @@ class MegatronLMStates(States):
         """Not of its own model, whose layers are shared out over a pipeline."""
         return model is not self.engine._model
 
-    def is_own(self, item: Any) -> bool:
+    def has_native_checkpoint(self, item: Any) -> bool:
         """Whether it is in Megatron's checkpoint: the model and its optimizer."""
         return item is self.engine._model or item is self.engine._optimizer
 
-    def save_own(self, folder: Path, **options: Any) -> None:
+    def save_native(self, folder: Path, **options: Any) -> None:
         """Write megatron-core's checkpoint."""
-        super().save_own(folder, **options)
+        super().save_native(folder, **options)
         if self.engine._model is not None:
             checkpoint.save(self.engine._model, folder, self.engine.plugin)
 
-    def check_own(self, names: Collection[str]) -> None:
+    def check_native(self, names: Collection[str]) -> None:
         """Reject a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
         if self.engine._model is not None:
             checkpoint.check(names)
 
-    def load_own(self, folder: Path, **options: Any) -> None:
+    def load_native(self, folder: Path, **options: Any) -> None:
         """Load megatron-core's checkpoint."""
         if self.engine._model is not None:
             checkpoint.load(self.engine._model, folder, self.engine.plugin)
@@ -180,7 +180,7 @@ class MegatronLMEngine(Engine):
 
     name = "megatron_lm"
 
-    unread_handlers: ClassVar = {
+    ignored_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
         "scaler": "Megatron-LM scales losses by itself. Set other_megatron_args of MegatronLMPlugin",
         "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
@@ -208,27 +208,29 @@ class MegatronLMEngine(Engine):
         check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
         # Asked once: loaders need the place of every process, and megatron-core knows its own alone.
-        self._data_ranks: list[int] = gather_object([self.loaders.data_shard[0]], process=context.process)
+        self._data_ranks: list[int] = gather_object(
+            [self.loaders.dp_rank_and_size[0]], process=context.process
+        )
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
         self._loaders: list[Any] | None = None
 
     # Preparing
 
-    def check(self, objects: Prepared) -> None:
+    def check(self, request: PrepareRequest) -> None:
         """Reject what Megatron-LM cannot train, before anything is built."""
-        super().check(objects)
-        if not objects.models and not objects.optimizers:
+        super().check(request)
+        if not request.models and not request.optimizers:
             return
-        if len(objects.models) != 1 or len(objects.optimizers) > 1 or self._model is not None:
+        if len(request.models) != 1 or len(request.optimizers) > 1 or self._model is not None:
             raise ValueError(
-                f"Megatron-LM trains one model with one optimizer; prepare got {len(objects.models)} "
-                f"model(s) and {len(objects.optimizers)} optimizer(s)"
+                f"Megatron-LM trains one model with one optimizer; prepare got {len(request.models)} "
+                f"model(s) and {len(request.optimizers)} optimizer(s)"
                 f"{' more' if self._model is not None else ''}. Pass one of each to a single call."
             )
-        for scheduler in objects.schedulers:
+        for scheduler in request.schedulers:
             _check_stand_in(scheduler)
-        if not _sizes(objects) and "micro_batch_size" not in self.plugin.megatron_lm_default_args:
+        if not _sizes(request) and "micro_batch_size" not in self.plugin.megatron_lm_default_args:
             raise ValueError(
                 "Megatron-LM needs the batch size of a micro-batch: pass a DataLoader to the same call of "
                 "prepare(), or call MegatronLMPlugin.set_training_args(micro_batch_size, dp_degree) before."
@@ -239,39 +241,39 @@ class MegatronLMEngine(Engine):
         self._model = self._optimizer = self._loaders = None
         self.plugin.forget_schedule()
 
-    def prepare(self, objects: Prepared) -> Prepared:
+    def prepare(self, request: PrepareRequest) -> PrepareRequest:
         """Build the model, its optimizer and its schedule."""
-        if not objects.models:
-            return objects
+        if not request.models:
+            return request
         plugin = self.plugin
-        if sizes := _sizes(objects):
+        if sizes := _sizes(request):
             # Megatron-LM knows one size, and loaders of training and evaluation may have two.
             size = min(sizes) if plugin.is_train_batch_min else max(sizes)
-            plugin.set_training_args(size, self.loaders.data_shard[1])
+            plugin.set_training_args(size, self.loaders.dp_rank_and_size[1])
         if plugin.custom_model_provider_function is None:
-            plugin.set_network_size_args(objects.models[0])
+            plugin.set_network_size_args(request.models[0])
         warn(
             "Megatron-LM builds a model of its own from the configuration of "
-            f"{type(objects.models[0]).__name__}, "
+            f"{type(request.models[0]).__name__}, "
             "whose weights are not used. load_state restores what save_state wrote under Megatron-LM.",
         )
-        for optimizer in objects.optimizers:
+        for optimizer in request.optimizers:
             plugin.set_optimizer_type(optimizer)
         # After set_training_args, which assumes that schedules count the steps of one process.
-        plugin.schedule_moves = objects.schedule_moves
-        for scheduler in objects.schedulers:
+        plugin.scheduler_steps_per_step = request.scheduler_steps_per_step
+        for scheduler in request.schedulers:
             plugin.set_scheduler_args(scheduler)
         args = plugin.megatron_lm_default_args
         parts = wrap(build(plugin), args, self.context.process.device)
         assert plugin.num_micro_batches is not None, "filled when the plugin was made"
-        self._model = MegatronEngine(parts, self._make_step(objects.caller), plugin.num_micro_batches)
-        if not objects.optimizers:
+        self._model = MegatronEngine(parts, self._make_step(request.accelerator), plugin.num_micro_batches)
+        if not request.optimizers:
             # Without an optimizer it can only be evaluated.
-            return replace(objects, models=(self._model.eval(),))
+            return replace(request, models=(self._model.eval(),))
         own = build_optimizer(self._model.parts, plugin)
         self._optimizer = MegatronLMOptimizerWrapper(own, gradient_state=self.context.gradient_state)
         self._model.attach(self._optimizer)
-        return replace(objects, models=(self._model,), optimizers=(self._optimizer,))
+        return replace(request, models=(self._model,), optimizers=(self._optimizer,))
 
     def _make_step(self, accelerator: Any) -> AbstractTrainStep:
         args = SimpleNamespace(**self.plugin.megatron_lm_default_args)
@@ -352,7 +354,7 @@ def _check_stand_in(scheduler: Any) -> None:
         )
 
 
-def _sizes(objects: Prepared) -> tuple[int, ...]:
+def _sizes(request: PrepareRequest) -> tuple[int, ...]:
     """Samples of a micro-batch, as loaders and stand-ins for them say."""
-    stand_ins = (item.dataset_args.get("micro_batch_size") for item in objects.own)
-    return objects.batch_sizes + tuple(size for size in stand_ins if size is not None)
+    placeholder_sizes = (item.dataset_args.get("micro_batch_size") for item in request.extra)
+    return request.batch_sizes + tuple(size for size in placeholder_sizes if size is not None)

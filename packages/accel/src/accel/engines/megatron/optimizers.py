@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel.engines.common.stand_ins import SchedulerStandIn
+from accel.engines.common.placeholders import PlaceholderScheduler
 from accel.engines.megatron.models.build import optimizer_config
 from accel.engines.megatron.runtime import core
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -95,7 +95,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         return [group["lr"] for group in self._optimizer.param_groups]
 
 
-class MegatronLMDummyScheduler(SchedulerStandIn):
+class MegatronLMDummyScheduler(PlaceholderScheduler):
     """Stands for the schedule that Megatron-LM makes.
 
     Args:

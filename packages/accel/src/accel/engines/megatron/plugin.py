@@ -188,7 +188,7 @@ class MegatronLMPlugin:
     micro_batch_size: int = dataclasses.field(default=1, init=False)
     data_parallel_size: int = dataclasses.field(default=1, init=False)
     global_batch_size: int = dataclasses.field(default=1, init=False)
-    schedule_moves: int = dataclasses.field(default=1, init=False)
+    scheduler_steps_per_step: int = dataclasses.field(default=1, init=False)
 
     def __post_init__(self) -> None:
         for name in _FROM_ENVIRONMENT:
@@ -259,7 +259,7 @@ class MegatronLMPlugin:
             dp_degree: Data-parallel processes.
         """
         assert self.num_micro_batches is not None, "filled when the plugin was made"
-        self.data_parallel_size = self.schedule_moves = dp_degree
+        self.data_parallel_size = self.scheduler_steps_per_step = dp_degree
         self.micro_batch_size = micro_batch_size
         # Samples of one step, over all processes.
         self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
@@ -295,7 +295,7 @@ class MegatronLMPlugin:
         """
         args = self.megatron_lm_default_args
         if scheduler.total_num_steps is not None:
-            steps = max(1, scheduler.total_num_steps // self.schedule_moves)
+            steps = max(1, scheduler.total_num_steps // self.scheduler_steps_per_step)
             self._check_length(scheduler, steps)
             if args["train_iters"] is None and args["train_samples"] is None:
                 args["train_iters"] = steps
@@ -303,7 +303,7 @@ class MegatronLMPlugin:
         unset = all(args[f"lr_warmup_{unit}"] is None for unit in ("iters", "samples", "fraction"))
         # Divided, as schedules count the steps of one process, several of which are one of all.
         if unset and scheduler.warmup_num_steps:
-            args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.schedule_moves
+            args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.scheduler_steps_per_step
             self._of_schedule.add("lr_warmup_iters")
 
     def forget_schedule(self) -> None:
@@ -328,7 +328,7 @@ class MegatronLMPlugin:
         raise ValueError(
             f"MegatronLMPlugin({plugin}) and {type(scheduler).__name__}(total_num_steps="
             f"{scheduler.total_num_steps}) say different lengths of training: total_num_steps counts the "
-            f"steps of one process, for {self.schedule_moves} of which all make one, so that it is "
+            f"steps of one process, for {self.scheduler_steps_per_step} of which all make one, so that it is "
             f"{schedule}. Leave one of them out, or give the same."
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel.engines.common.lone_group import ensure_group
+from accel.engines.common.single_process_group import ensure_process_group
 from accel.engines.megatron.arguments import parallel_arguments
 from accel_ops.collectives.objects import broadcast_object_list
 from accel_state.imports.packages import require
@@ -91,7 +91,7 @@ def start(args: Mapping[str, Any], process: ProcessInfo) -> None:
             f"context_parallel_size({sizes.get('context_parallel_size', 1)}) = {model} does not divide the "
             f"number of processes ({process.world_size})."
         )
-    ensure_group(process)
+    ensure_process_group(process)
     state = parallel_state()
     _follow_group(state)
     if state.model_parallel_is_initialized():

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
-from accel.engines.common.repoint import repoint
-from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_whole, with_names
-from accel.engines.mesh import unsharded
+from accel.engines.common.full_state import FullStateModel, FullStateOptimizer, gather_full_state, with_names
+from accel.engines.common.swap_parameters import swap_parameters
+from accel.engines.mesh import fsdp2_private
 from accel.engines.mesh.context.context_parallel import ContextParallel
 from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for
 from accel.engines.mesh.gradient_sync import MeshGradientSync
@@ -40,10 +40,10 @@ class MeshGradients(ShardedGradients):
         plain = getattr(model, "_orig_mod", model)
         if not isinstance(plain, FSDPModule):
             return contextlib.nullcontext()
-        return self.engine.gradient_sync.no_sync(unsharded.holding(plain))
+        return self.engine.gradient_sync.no_sync(fsdp2_private.no_sync(plain))
 
     @property
-    def shards(self) -> int:
+    def data_parallel_size(self) -> int:
         """All processes but those of one tensor-parallel group have gradients of their own."""
         return self.engine.context.process.world_size // self.engine._meshes.tensor_size
 
@@ -53,9 +53,9 @@ class MeshGradients(ShardedGradients):
         every = [*gradients_of(parameters), *self.engine.gradient_sync.gradients()]
         norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
 
-    def with_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def tensors_with_grad(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The shards of parameters that have no gradients themselves."""
-        given = super().with_gradients(parameters)
+        given = super().tensors_with_grad(parameters)
         if not any(item.requires_grad and item.grad is None for item in given):
             return given
         return [
@@ -64,12 +64,12 @@ class MeshGradients(ShardedGradients):
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The total norm of the reduced gradients, over all shards."""
-        gradients = gradients_of(self.with_gradients(parameters))
+        gradients = gradients_of(self.tensors_with_grad(parameters))
         return norms.total_norm(gradients, norm_type, self.engine.context.process.device)
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient, in shards."""
-        super().clip_value(self.with_gradients(parameters), clip_value)
+        super().clip_value(self.tensors_with_grad(parameters), clip_value)
 
 
 class MeshLoaders(ShardedLoaders):
@@ -106,22 +106,24 @@ class MeshStates(ShardedStates):
         state = self.engine.unwrap_model(model, keep_torch_compile=False).state_dict(keep_vars=True)
         keep = self.engine.context.process.is_local_main
         # A collective: on every process, before those that drop the result return.
-        whole = gather_whole(state, keep)
+        whole = gather_full_state(state, keep)
         return {name: _detached(value) for name, value in whole.items()} if keep else {}
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """The model as a whole state is loaded into it."""
         inner = self.engine.unwrap_model(model, keep_torch_compile=False)
-        return WholeModel(inner) if self.engine.is_done(inner) else model
+        return FullStateModel(inner) if self.engine.is_wrapped(inner) else model
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its whole state, by names, which is gathered now, by all processes."""
         state = with_names(optimizer.state_dict(), optimizer, map(self.state_root, self.engine._models))
-        return WholeOptimizer(optimizer, gather_whole(state, self.engine.context.process.is_local_main))
+        return FullStateOptimizer(
+            optimizer, gather_full_state(state, self.engine.context.process.is_local_main)
+        )
 
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer as a whole state is loaded into it."""
-        return WholeOptimizer(optimizer)
+        return FullStateOptimizer(optimizer)
 
 
 class MeshEngine(ShardedEngine):
@@ -146,15 +148,15 @@ class MeshEngine(ShardedEngine):
         self._sequences = _share_sequences(context, self._meshes)
 
     @property
-    def copies(self) -> int:
+    def model_parallel_size(self) -> int:
         """The processes of a group that splits weights or sequences work on the same samples."""
-        return self._meshes.copies
+        return self._meshes.model_parallel_size
 
-    def check(self, objects: Prepared) -> None:
+    def check(self, request: PrepareRequest) -> None:
         """Reject what cannot be made parallel, before anything is changed."""
-        super().check(objects)
+        super().check(request)
         if self._sequences is not None:
-            for model in objects.models:
+            for model in request.models:
                 check_language_models(model)
 
     @property
@@ -174,7 +176,7 @@ class MeshEngine(ShardedEngine):
         """Reject a model that does not fit the settings; nothing is changed."""
         plan_for(model, self.plugin, self._meshes, self.context, self.groups_of(model))
 
-    def is_done(self, model: torch.nn.Module) -> bool:
+    def is_wrapped(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""
         plain = getattr(model, "_orig_mod", model)
         return isinstance(plain, FSDPModule) or plain in self._models
@@ -183,17 +185,17 @@ class MeshEngine(ShardedEngine):
         """Whether a parameter is one of a model that is sharded already."""
         return self.gradient_sync.is_model_parameter(parameter)
 
-    def repoint(self, optimizer: Any) -> None:
+    def swap_parameters(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now, in shards."""
-        repoint(optimizer, self.gradient_sync.trained_parameter)
+        swap_parameters(optimizer, self.gradient_sync.trained_parameter)
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
         """Replace layers by those of fp8, whose weights are gathered in fp8 where they are sharded."""
-        if self.context.fp8 is not None and not self.is_done(model):
+        if self.context.fp8 is not None and not self.is_wrapped(model):
             before = aliases(model)
             self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
             self.forget_groups(model)  # they may have modules that were replaced
-            self.gradient_sync.replaced.note(before, model)
+            self.gradient_sync.parameter_map.record(before, model)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """As for all sharded engines; language models learn which part of each sequence they see."""
@@ -205,7 +207,7 @@ class MeshEngine(ShardedEngine):
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model in place; idempotent."""
         plain = getattr(model, "_orig_mod", model)
-        if not self.is_done(model):
+        if not self.is_wrapped(model):
             chosen = self.groups_of(model)
             self.forget_groups(model)
             plan = plan_for(model, self.plugin, self._meshes, self.context, chosen)

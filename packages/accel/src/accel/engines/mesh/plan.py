@@ -43,7 +43,7 @@ class Meshes:
     context: DeviceMesh | None = None
 
     @property
-    def copies(self) -> int:
+    def model_parallel_size(self) -> int:
         """Processes that work on the same samples together."""
         return self.tensor_size * (1 if self.context is None else self.context.size())
 

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from accel.engines.mesh.fsdp2_private import reshard_after_evaluation
 from accel.engines.mesh.shared_meshes import SharedMeshes
 from accel.engines.mesh.torch_compat import fully_shard
-from accel.engines.mesh.unsharded import free_after_evaluation
 from accel.engines.sharded.initial_weights import Names, WeightSource, fill_group, fill_rest
 
 
@@ -205,7 +205,7 @@ def shard(
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
         sharded = fully_shard(module, how.source.mesh, reshard, **options)
-        meshes.put_into(sharded)
+        meshes.deduplicate_meshes(sharded)
         if not reshard:
-            free_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)
+            reshard_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)
     return model

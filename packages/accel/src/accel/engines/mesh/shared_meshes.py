@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from accel.engines.mesh.unsharded import sharded_parameters
+from accel.engines.mesh.fsdp2_private import sharded_parameters
 
 
 class SharedMeshes:
@@ -21,7 +21,7 @@ class SharedMeshes:
         # torch's meshes are equal where their ranks, axes and device type are.
         self._known: dict[DeviceMesh, DeviceMesh] = {}
 
-    def put_into(self, module: FSDPModule) -> None:
+    def deduplicate_meshes(self, module: FSDPModule) -> None:
         """Replace what is equal to a mesh that is known, in the parameters that a module shards by itself.
 
         Names of torch's attributes do not matter: what another version keeps otherwise stays as it is.

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, parallel
 
-from accel.engines.mesh.unsharded import reduce_unused
+from accel.engines.mesh.fsdp2_private import reduce_unused
 from accel_state.imports.packages import is_torch_version
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, PrepareRequest
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
+from accel.engines.common.check_on_all_ranks import check_on_all_ranks
 from accel.engines.common.checks import mapped_devices
-from accel.engines.common.joint_checks import checking_together
-from accel.engines.common.lone_group import ensure_group
+from accel.engines.common.single_process_group import ensure_process_group
 from accel.engines.common.standalone import parameters_of
 from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
 from accel.engines.sharded.groups import Groups, choose_groups
@@ -29,15 +29,15 @@ class ShardedStates(States):
 
     engine: ShardedEngine
 
-    keeps_open_window = False
+    can_save_mid_window = False
 
     @property
-    def saves_parts(self) -> bool:
+    def saves_sharded(self) -> bool:
         """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
         return self.engine.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
     @property
-    def gathers_parts(self) -> bool:
+    def gathers_full_state(self) -> bool:
         """Whether the plugin's state_dict_type is FULL_STATE_DICT."""
         return self.engine.plugin.state_dict_type is StateDictType.FULL_STATE_DICT
 
@@ -48,10 +48,13 @@ class ShardedLoaders(Loaders):
     engine: ShardedEngine
 
     @property
-    def data_shard(self) -> tuple[int, int]:
+    def dp_rank_and_size(self) -> tuple[int, int]:
         """Every process has its own share of the data, but for those that work on one together."""
         process = self.engine.context.process
-        return process.rank // self.engine.copies, process.world_size // self.engine.copies
+        return (
+            process.rank // self.engine.model_parallel_size,
+            process.world_size // self.engine.model_parallel_size,
+        )
 
 
 class ShardedGradients(Gradients):
@@ -59,7 +62,7 @@ class ShardedGradients(Gradients):
 
     engine: ShardedEngine
 
-    in_parts = True
+    are_sharded = True
     reduces_in_backward = True
 
     @property
@@ -72,7 +75,7 @@ class ShardedGradients(Gradients):
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm over all shards; returns the norm before clipping."""
-        tensors = self.with_gradients(parameters)
+        tensors = self.tensors_with_grad(parameters)
         norm = self.norm(tensors, norm_type)
         assert norm is not None, "engines that shard know it before the step"
         # As torch.nn.utils.clip_grads_with_norm_ does, which takes no lists of parts on several meshes.
@@ -97,37 +100,37 @@ class ShardedEngine(Engine):
 
     takes_gradient = True
 
-    unread_handlers: ClassVar = {
+    ignored_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
     }
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.plugin = context.settings or FullyShardedDataParallelPlugin(fsdp_version=self.version)
-        ensure_group(context.process)
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
+        ensure_process_group(context.process)
+        self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
         # In order too: processes go through them in collectives, in which all have to be at the same model.
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         # Checks and sharding need the same choice, which walks all modules; chosen once.
         self._groups: dict[torch.nn.Module, Groups] = {}  # of the call of prepare that is under way
 
     @property
-    def copies(self) -> int:
+    def model_parallel_size(self) -> int:
         """Processes that work on the same samples together."""
         return 1
 
-    def check(self, objects: Prepared) -> None:
+    def check(self, request: PrepareRequest) -> None:
         """Reject what cannot be sharded, before anything is changed."""
-        for model in objects.models:
+        for model in request.models:
             devices = mapped_devices(model)
             if len(devices) > 1:
                 raise ValueError(
                     f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and FSDP "
                     "places parameters by itself. Load it without device_map."
                 )
-        super().check(objects)
-        models = () if objects.evaluation_mode else objects.models
-        fresh = [model for model in dict.fromkeys(models) if not self.is_done(model)]
+        super().check(request)
+        models = () if request.evaluation_mode else request.models
+        fresh = [model for model in dict.fromkeys(models) if not self.is_wrapped(model)]
         # Before the other checks, whose messages would name what sharding has made of the parameters.
         check_unshared(fresh, self.name, self.is_sharded)
         for model in fresh:
@@ -137,16 +140,16 @@ class ShardedEngine(Engine):
                 check_layout(model, self.name, ignored, strided=self.version == 1)
                 check_sparse(model, self.name, ignored)
 
-    def check_together(self, objects: Prepared) -> None:
+    def check_collectively(self, request: PrepareRequest) -> None:
         """Reject on all processes what one rejects, and models without weights where these count."""
         self.gradient_sync.reshard()  # so that a module that a second model shares is known by its shards
-        models = () if objects.evaluation_mode else objects.models
-        fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
+        models = () if request.evaluation_mode else request.models
+        fresh = [(model, self.needs_weights) for model in models if not self.is_wrapped(model)]
         whose = "the first" if self.sends_weights else "all"
         self.forget_groups()
         try:
-            with checking_together(fresh, whose, self.context.process):
-                self.check(objects)
+            with check_on_all_ranks(fresh, whose, self.context.process):
+                self.check(request)
         except BaseException:
             self.forget_groups()  # the model may be changed before it is prepared again
             raise
@@ -186,7 +189,7 @@ class ShardedEngine(Engine):
         """
         raise NotImplementedError
 
-    def is_done(self, model: torch.nn.Module) -> bool:
+    def is_wrapped(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""
         raise NotImplementedError
 
@@ -194,20 +197,20 @@ class ShardedEngine(Engine):
         """Whether a parameter is one of a model that is sharded already."""
         raise NotImplementedError
 
-    def repoint(self, optimizer: Any) -> None:
+    def swap_parameters(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now."""
         raise NotImplementedError
 
-    def prepare(self, objects: Prepared) -> Prepared:
+    def prepare(self, request: PrepareRequest) -> PrepareRequest:
         """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
         try:
-            done = super().prepare(objects)
+            done = super().prepare(request)
         finally:
             self.forget_groups()
         # Also those of earlier calls: their model may be prepared only now.
-        for optimizer in self._known:
-            self.repoint(optimizer)
-        self.gradient_sync.register(parameters_of(self._known))
+        for optimizer in self._optimizers:
+            self.swap_parameters(optimizer)
+        self.gradient_sync.register(parameters_of(self._optimizers))
         return done
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
@@ -222,9 +225,9 @@ class ShardedEngine(Engine):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """Point an optimizer to the parameters that its model has now, and wrap it."""
-        self.repoint(optimizer)
+        self.swap_parameters(optimizer)
         prepared = super().prepare_optimizer(optimizer, place)
-        self._known[prepared] = None
+        self._optimizers[prepared] = None
         return prepared
 
 

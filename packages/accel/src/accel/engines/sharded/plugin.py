@@ -12,8 +12,8 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
 from accel.engines.sharded.layer_classes import find_classes
-from accel.engines.sharded.unused import warn_of_unused
-from accel.engines.sharded.values import choice, or_env
+from accel.engines.sharded.plugin_parsing import choice, or_env
+from accel.engines.sharded.plugin_warnings import warn_of_unused
 from accel_state import env
 from accel_state.logging.warning import warn
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from accel.engines.common.repoint import Replaced, repoint
+from accel.engines.common.swap_parameters import ParameterMap, swap_parameters
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.groups import choose_groups, ignored_parameters
 from accel_state import env
@@ -119,7 +119,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     Raises:
         KeyError: If a parameter of the optimizer is not in it.
     """
-    replaced = Replaced()
+    parameter_map = ParameterMap()
     for group in optimizer.param_groups:
         for number, old in enumerate(group["params"]):
             # By the object, or by the address of its values.
@@ -131,8 +131,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
                     "before the model is sharded."
                 )
             if new is not old:
-                replaced.add(old, new)
-    repoint(optimizer, replaced.present)
+                parameter_map.add(old, new)
+    swap_parameters(optimizer, parameter_map.current)
 
 
 def get_parameters_from_modules(

@@ -78,7 +78,7 @@ class Guard(Observer):
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Note the order of its parameters in backward."""
-        if self._settings.check_gradients and not self._run.engine.gradients.in_parts:
+        if self._settings.check_gradients and not self._run.engine.gradients.are_sharded:
             self._order.note(model)
         if self._recorder is not None:
             self._recorder.model_prepared(model)
@@ -212,7 +212,7 @@ class Guard(Observer):
         measured = self._measured.get(id(optimizer), Measured())
         facts = self._facts(measured)[None]
         # A process that is out of data takes no part in collectives: each judges by itself.
-        joining = self._run.engine.loaders.joining
+        joining = self._run.engine.loaders.join_state
         together = process.world_size > 1 and not (joining is not None and joining.active)
         table = (operations.gather(facts, process=process) if together else facts).tolist()
         spikes = self._spikes_of(optimizer)

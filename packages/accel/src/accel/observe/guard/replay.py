@@ -131,7 +131,7 @@ class _Replay(Observer):
         for name, parameter in plain.named_parameters():
             if not _is_finite([parameter.detach()]):
                 self._found.setdefault("parameter that is not finite before", prefix + name)
-            if parameter.requires_grad and not self._run.engine.gradients.in_parts:
+            if parameter.requires_grad and not self._run.engine.gradients.are_sharded:
                 parameter.register_post_accumulate_grad_hook(partial(self._reached, prefix + name))  # type: ignore[no-untyped-call]
         for name, module in plain.named_modules():
             said = (
@@ -152,7 +152,7 @@ class _Replay(Observer):
     def _look_at_shards(self) -> None:
         """Look at gradients that come by no hook, from the model's last parameter on."""
         engine = self._run.engine
-        if engine.gradients.in_parts:
+        if engine.gradients.are_sharded:
             for model in self._run.models:
                 plain = engine.unwrap_model(model, keep_torch_compile=False)
                 for name, parameter in reversed([*plain.named_parameters()]):

@@ -84,7 +84,7 @@ class Statistics(Observer):
     def loader_prepared(self, loader: Any) -> None:
         """Time its reading, and count samples."""
         # The others wait for process 0, which reads for all.
-        receives = isinstance(loader, DataLoaderDispatcher) and self.loaders.data_shard[0] != 0
+        receives = isinstance(loader, DataLoaderDispatcher) and self.loaders.dp_rank_and_size[0] != 0
         part = "collectives" if receives else "data"
         self._undo.append(attach.time_loader(self.clock, loader, part, self._begin_pass))
 
@@ -110,7 +110,7 @@ class Statistics(Observer):
         ranks = exchange(self.process, self.number, self._own(seconds))
         if ranks is None:
             return
-        share = self.loaders.data_shard[1] / self.process.world_size
+        share = self.loaders.dp_rank_and_size[1] / self.process.world_size
         summary = summarize(ranks, self.process.world_size, share, self.started, self.settings.every)
         if self._gathers < 2 and not summary["missing"]:
             steps = [own["steps"] for own in ranks]
@@ -141,7 +141,7 @@ class Statistics(Observer):
         def got(batch: Any) -> None:
             real = getattr(loader, "real_samples", None)
             if real is not None:
-                sizes.append(real[self.loaders.data_shard[0]])
+                sizes.append(real[self.loaders.dp_rank_and_size[0]])
                 return
             # Nothing is padded. The usual batch is looked at here, for a fifth of the time.
             first = batch
@@ -224,7 +224,7 @@ class Statistics(Observer):
                 warn(slow.describe(first, last), about="process")
         self._note_slow(lasting, first, last)
         self._slow_before = {slow.rank for slow in found}
-        share = self.loaders.data_shard[1] / self.process.world_size
+        share = self.loaders.dp_rank_and_size[1] / self.process.world_size
         whole = max(sum(times.values()) for times in seconds)
         if self.folder is None or not whole:  # nothing that is timed has run
             return

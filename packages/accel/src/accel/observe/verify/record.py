@@ -119,8 +119,8 @@ class TrainingRecorder(Observer):
         self._detach = ExitStack()
         self.record: dict[str, Any] = {
             "process": run.process.rank,
-            "data_rank": run.engine.loaders.data_shard[0],
-            "data_shards": run.engine.loaders.data_shard[1],
+            "data_rank": run.engine.loaders.dp_rank_and_size[0],
+            "data_shards": run.engine.loaders.dp_rank_and_size[1],
             "split_batches": run.dataloader_config.split_batches,
             "precision": run.state.mixed_precision,
             "models": [],
@@ -355,12 +355,12 @@ class TrainingRecorder(Observer):
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         states = self._run.engine.states
         # DeepSpeed and Megatron step flat tensors of their own, of which each process has a part.
-        steps_own = any(states.is_own(item) for item in self._run.optimizers)
+        steps_own = any(states.has_native_checkpoint(item) for item in self._run.optimizers)
         chosen = [item for item in held if id(item) in names or not steps_own]
         self._step.gradients = self._sketches(
             (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
             for number, item in enumerate(chosen)
-            if item.grad is not None and not states.is_part(item)
+            if item.grad is not None and not states.is_shard(item)
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -376,7 +376,7 @@ class TrainingRecorder(Observer):
     def _sketches(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]:
         found = {}
         for name, item in named:
-            if self._run.engine.states.is_part(item) or item.is_meta or item.is_complex():
+            if self._run.engine.states.is_shard(item) or item.is_meta or item.is_complex():
                 if name not in self.record["not_compared"]:
                     self.record["not_compared"].append(name)
                 continue

@@ -250,7 +250,7 @@ def group_facts() -> tuple[Any, ...]:
     mesh = model.inputs.weight.device_mesh
     return (
         accelerator.engine.name,
-        accelerator.engine.loaders.data_shard,
+        accelerator.engine.loaders.dp_rank_and_size,
         rows,
         mesh.mesh_dim_names,
         accelerator.is_fsdp2,

@@ -86,7 +86,7 @@ def step(sizes: dict[str, int], on_meta: bool) -> tuple[torch.Tensor, dict[str, 
     facts = [
         get_model_tp_size(model),
         accelerator.tensor_parallel_rank,
-        accelerator.engine.loaders.data_shard[1],
+        accelerator.engine.loaders.dp_rank_and_size[1],
     ]
     return loss.detach(), grads, [*facts, float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
 

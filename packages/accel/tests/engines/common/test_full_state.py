@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.engines.common.whole_state import with_names
+from accel.engines.common.full_state import with_names
 from accel.utils import FullyShardedDataParallelPlugin
 
 

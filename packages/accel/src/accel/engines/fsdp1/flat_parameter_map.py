@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 
-class Flattened:
+class FlatParameterMap:
     """Which parameter took the place of which, and what it was called.
 
     Several parameters may have become one, a flat parameter. What nobody else holds is forgotten.
@@ -27,9 +27,9 @@ class Flattened:
         self._new: Any = WeakIdKeyDictionary()  # untyped in torch
         self._names: Any = WeakIdKeyDictionary()
         self._sizes: Any = WeakIdKeyDictionary()
-        self._given: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
+        self._original: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
 
-    def note(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
+    def record(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
         """Note the present parameters of a model.
 
         Args:
@@ -65,33 +65,33 @@ class Flattened:
         trained = [item for item in parameters if item.requires_grad and item in self._new]
         for flattened in {self._new[item] for item in trained}:
             held = sum(self._new[item] is flattened for item in trained)
-            _check_whole(whose, held, self._sizes[flattened])
+            _check_all_or_none(whose, held, self._sizes[flattened])
 
-    def repoint(self, optimizer: Any) -> None:
+    def swap_parameters(self, optimizer: Any) -> None:
         """Give an optimizer the present parameters, in place: groups, options and schedules stay."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if not any(parameter in self._new for group in groups for parameter in group):
             return
         # Checkpoints number parameters as they were given, which the flat parameter does not show any more.
         if all(parameter in self._names for group in groups for parameter in group):
-            self._given[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
+            self._original[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
         for group in optimizer.param_groups:
             group["params"][:] = dict.fromkeys(self._new.get(item, item) for item in group["params"])
 
-    def present(self, parameter: torch.Tensor) -> torch.Tensor:
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that took the place of one."""
         found: torch.Tensor = self._new.get(parameter, parameter)
         return found
 
-    def in_given_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
+    def in_original_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
         """The names of each group in the order in which the user gave the parameters, where it is known."""
-        given = self._given.get(optimizer)
+        given = self._original.get(optimizer)
         if given is not None and [*map(sorted, given)] == [*map(sorted, names)]:
             return given
         return names
 
 
-def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
+def check_no_shared_modules(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
     """Reject a model with modules whose parameters another model's flat ones have.
 
     Args:
@@ -110,7 +110,7 @@ def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> N
             )
 
 
-def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process: ProcessInfo) -> None:
+def check_saveable(optimizer: Any, models: Iterable[torch.nn.Module], process: ProcessInfo) -> None:
     """Reject a state of some of the trained parameters in a flat one: torch saves that of all or none.
 
     Every process must call it.
@@ -124,7 +124,7 @@ def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process
         ValueError: If it steps some of them, or has a state for some.
     """
     held = {id(item) for group in optimizer.param_groups for item in group["params"]}
-    for _, handle in flat.parts(models):
+    for _, handle in flat.fsdp_units(models):
         # Only there with use_orig_params; without, the flat parameter itself is stepped.
         members = [item for item in handle.flat_param._params or () if item.requires_grad]
         count = sum(id(item) in held for item in members)
@@ -161,16 +161,16 @@ def check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
         )
 
 
-def check_whole_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
+def check_group_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
     """Reject groups of an optimizer that cut through a flat parameter."""
     for unit in units:
         trained = {parameter for parameter in unit if parameter.requires_grad}
         for group in optimizer.param_groups:
             held = len(trained & set(group["params"]))
-            _check_whole(type(optimizer).__name__, held, len(trained))
+            _check_all_or_none(type(optimizer).__name__, held, len(trained))
 
 
-def _check_whole(whose: str, held: int, size: int) -> None:
+def _check_all_or_none(whose: str, held: int, size: int) -> None:
     if held not in (0, size):
         raise ValueError(
             f"{whose} has a group with {held} of {size} parameters that fsdp_version=1 "

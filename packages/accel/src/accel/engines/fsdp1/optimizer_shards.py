@@ -10,7 +10,7 @@ import torch
 from accel.engines.fsdp1 import flat
 
 
-def cut_states(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
+def shard_states(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
     """Cut whole states of parameters that lie in flat ones, of which a process has a part; idempotent.
 
     Some optimizers (Adagrad) have a state from the beginning, in the shapes of whole parameters.
@@ -19,7 +19,7 @@ def cut_states(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
         optimizer: With the parameters that users see (use_orig_params).
         models: Wrapped models.
     """
-    for _, handle in flat.parts(models):
+    for _, handle in flat.fsdp_units(models):
         whole = handle.flat_param
         if not handle.uses_sharded_strategy or whole._params is None:
             continue

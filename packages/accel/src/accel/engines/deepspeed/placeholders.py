@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
+from accel.engines.common.placeholders import PlaceholderOptimizer, PlaceholderScheduler
 
 
-class DummyOptim(OptimizerStandIn):
+class DummyOptim(PlaceholderOptimizer):
     """Stands for the optimizer of DeepSpeed's configuration; `prepare` returns the real one.
 
     Args:
@@ -39,7 +39,7 @@ class DummyOptim(OptimizerStandIn):
         return [{**own, "params": self.params}]
 
 
-class DummyScheduler(SchedulerStandIn):
+class DummyScheduler(PlaceholderScheduler):
     """Stands for the schedule of DeepSpeed's configuration; `prepare` returns the real one.
 
     Args:

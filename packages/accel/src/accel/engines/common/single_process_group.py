@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 
-def ensure_group(process: ProcessInfo) -> None:
+def ensure_process_group(process: ProcessInfo) -> None:
     """Make a group of one process where none was launched.
 
     Args:

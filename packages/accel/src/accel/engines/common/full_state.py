@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel.engines.common.repoint import shard_like
+from accel.engines.common.swap_parameters import shard_like
 
 
-def gather_whole(state: Any, keep: bool) -> Any:
+def gather_full_state(state: Any, keep: bool) -> Any:
     """Replace every sharded tensor in a tree by the whole one, on the CPU; every process calls it.
 
     One tensor is whole at a time on the device.
@@ -47,7 +47,7 @@ def _mapped(state: Any, change: Callable[[Any], Any], seen: dict[int, Any]) -> A
     return seen[id(state)]
 
 
-def stand_ins(state: dict[str, Any]) -> dict[str, Any]:
+def empty_like_state(state: dict[str, Any]) -> dict[str, Any]:
     """Tensors without memory of the shapes and dtypes in a state dict; tied ones are one tensor."""
     found: dict[int, torch.Tensor] = {}
     result = type(state)()
@@ -87,7 +87,7 @@ def with_names(state: Any, optimizer: Any, models: Iterable[torch.nn.Module]) ->
     return state
 
 
-class WholeOptimizer:
+class FullStateOptimizer:
     """A sharded optimizer as checkpoints see it: with the whole state.
 
     Args:
@@ -119,7 +119,7 @@ class WholeOptimizer:
         self.optimizer.load_state_dict({**state, "state": {**state["state"], **parts}})
 
 
-class WholeModel:
+class FullStateModel:
     """A sharded model as checkpoints see it: with whole weights.
 
     Args:
@@ -131,7 +131,7 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return names and shapes of the whole weights; tied ones are one tensor, and values mean nothing."""
-        return stand_ins(self.model.state_dict(keep_vars=True))
+        return empty_like_state(self.model.state_dict(keep_vars=True))
 
     def load_state_dict(self, state: dict[str, Any], **options: Any) -> Any:
         """Load whole weights, of which each process keeps its part.

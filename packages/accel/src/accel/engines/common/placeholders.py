@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-class OptimizerStandIn:
+class PlaceholderOptimizer:
     """Base of what stands for an optimizer; `prepare` hands it to the engine with the models."""
 
 
-class SchedulerStandIn:
+class PlaceholderScheduler:
     """Base of what stands for a schedule; `prepare` asks the engine for the real one."""

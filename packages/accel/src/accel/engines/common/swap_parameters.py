@@ -12,13 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_ops.torch_compat import shard_replicated
 
 
-class Replaced:
+class ParameterMap:
     """Which parameter took the place of which; forgets a parameter when nobody else has it."""
 
     def __init__(self) -> None:
         self._new = WeakIdKeyDictionary()
 
-    def note(self, before: dict[torch.nn.Parameter, list[str]], model: torch.nn.Module) -> None:
+    def record(self, before: dict[torch.nn.Parameter, list[str]], model: torch.nn.Module) -> None:
         """Note the present parameters of a model.
 
         Args:
@@ -34,11 +34,11 @@ class Replaced:
         """Note that one parameter took the place of another."""
         self._new[old] = new
 
-    def knows(self, parameter: torch.Tensor) -> bool:
+    def contains(self, parameter: torch.Tensor) -> bool:
         """Whether something took the place of a tensor."""
         return parameter in self._new
 
-    def present(self, parameter: torch.Tensor) -> torch.Tensor:
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is used now."""
         # A chain: fp8 conversion replaces a parameter that sharding replaces again.
         while parameter in self._new:
@@ -46,20 +46,20 @@ class Replaced:
         return parameter
 
 
-def repoint(optimizer: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give an optimizer the present parameters, in place: groups, options, schedules and state stay.
+def swap_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the parameters of an optimizer in place: groups, options, schedules and state stay.
 
     Args:
         optimizer: The optimizer.
-        present: Gives the parameter that is stepped for one that the optimizer may have.
+        current: Returns the trained parameter for one that the optimizer may have.
 
     Raises:
         ValueError: If a group is fused and its parameters cannot be stepped together.
     """
     for group in optimizer.param_groups:
         old = list(group["params"])
-        new = [present(parameter) for parameter in old]
-        _check_together(optimizer, group, new)
+        new = [current(parameter) for parameter in old]
+        _check_one_mesh(optimizer, group, new)
         for before, now in zip(old, new, strict=True):
             if before is not now and before in optimizer.state:
                 optimizer.state[now] = _shard_state(optimizer.state.pop(before), now)
@@ -86,7 +86,7 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     return parts if parts.device == local_device else parts.to(local_device)
 
 
-def _check_together(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+def _check_one_mesh(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
     """Step parameters one by one where they are on several meshes: no operation takes such lists."""
     kinds = {item.device_mesh if isinstance(item, DTensor) else None for item in parameters}
     if len(kinds) < 2:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def checking_together(
+def check_on_all_ranks(
     models: Sequence[tuple[torch.nn.Module, bool]], whose: str, process: ProcessInfo
 ) -> Iterator[None]:
     """A context for checks that each process makes alone; at its end all know how these went.

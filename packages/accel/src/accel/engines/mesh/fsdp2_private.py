@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 @contextlib.contextmanager
-def holding(model: FSDPModule) -> Iterator[None]:
+def no_sync(model: FSDPModule) -> Iterator[None]:
     """Keep whole gradients on their process, to be reduced by the first backward outside of the context."""
     # Torch's own switch; it holds for the whole tree of modules.
     model.set_requires_gradient_sync(False)
@@ -29,11 +29,11 @@ def holding(model: FSDPModule) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def reduce(model: FSDPModule) -> None:
+def reduce_gradients(model: FSDPModule) -> None:
     """Reduce the gradients that are held back, as a backward pass outside of `holding` does at its end."""
     modules = cast("torch.nn.Module", model).modules()
-    parts = [part for part in modules if isinstance(part, FSDPModule)]
-    if any(True for _ in gradients(parts)):
+    units = [unit for unit in modules if isinstance(unit, FSDPModule)]
+    if any(True for _ in unreduced_gradients(units)):
         state: Any = model._get_fsdp_state()
         # torch 2.15 asserts that a backward pass has set it.
         if hasattr(state._state_ctx, "manual_backward_finalization_active"):
@@ -42,13 +42,13 @@ def reduce(model: FSDPModule) -> None:
         state._root_post_backward_final_callback()
 
 
-def reduce_unused(part: FSDPModule) -> None:
+def reduce_unused(unit: FSDPModule) -> None:
     """Have torch 2.6 reduce, at the end of a backward pass, what parts hold that took no part in it.
 
     Later versions do so themselves. On CPUs 2.6 also fails on what was gathered for nothing, by waiting on
     CUDA.
     """
-    state: Any = part._get_fsdp_state()
+    state: Any = unit._get_fsdp_state()
     state._root_post_backward_final_callback = partial(_finish_backward, weakref.ref(state))
 
 
@@ -58,7 +58,7 @@ def _finish_backward(reference: weakref.ref[Any]) -> None:
         group = each._fsdp_param_group
         if group is None:
             continue
-        if group.reduce_grads and any(_held(parameter) is not None for parameter in group.fsdp_params):
+        if group.reduce_grads and any(_unreduced(parameter) is not None for parameter in group.fsdp_params):
             group.post_backward()
         if group._all_gather_result is not None and group.device.type == "cpu":
             group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
@@ -66,23 +66,23 @@ def _finish_backward(reference: weakref.ref[Any]) -> None:
     type(state)._root_post_backward_final_callback(state)
 
 
-def fill_unused(part: FSDPModule, filled: list[Any]) -> None:
+def reduce_unused_as_zeros(unit: FSDPModule, unused: list[Any]) -> None:
     """Have parameters that a backward pass does not use here be reduced as zeros: others may use them.
 
     torch reduces what has a gradient on this process with what has one on the next, whichever these are. Its
     own `set_reduce_scatter_unused_params` (2.13) leaves zeros where no process used a parameter.
 
     Args:
-        part: A module that shards parameters.
-        filled: Where those are noted, for `drop_unused`.
+        unit: A module that shards parameters.
+        unused: Where those are noted, for `drop_unused`.
     """
-    for group in _groups(part):
-        group.post_backward = partial(_post_backward, weakref.ref(group), filled)
+    for group in _groups(unit):
+        group.post_backward = partial(_post_backward, weakref.ref(group), unused)
 
 
-def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any) -> None:
+def _post_backward(reference: weakref.ref[Any], unused: list[Any], *_: Any) -> None:
     group: Any = reference()
-    has_gradient = [_held(parameter) is not None for parameter in group.fsdp_params]
+    has_gradient = [_unreduced(parameter) is not None for parameter in group.fsdp_params]
     # Other processes may use parameters of a module whose output alone has a gradient here.
     has_part = group._training_state == TrainingState.PRE_BACKWARD or any(has_gradient)
     if group.reduce_grads and has_part:
@@ -90,7 +90,7 @@ def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any)
             if not has and parameter.sharded_param.requires_grad:
                 # Zeros with a sign: a sum is -0.0 only where no process adds another number.
                 parameter._unsharded_param.grad = torch.full_like(parameter._unsharded_param, -0.0)
-                filled.append(parameter)
+                unused.append(parameter)
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
             for parameter in group.fsdp_params:  # torch reduces gradients of one dtype together
                 if parameter.unsharded_accumulated_grad is None:
@@ -99,14 +99,14 @@ def _post_backward(reference: weakref.ref[Any], filled: list[Any], *unused: Any)
     type(group).post_backward(group)
 
 
-def carry_hooks(part: FSDPModule, hooks_of: Mapping[int, Any]) -> None:
+def move_hooks(unit: FSDPModule, hooks_of: Mapping[int, Any]) -> None:
     """Call the hooks of shards, those registered later too, with the gradient of the whole parameter.
 
     Args:
-        part: A module that shards parameters.
+        unit: A module that shards parameters.
         hooks_of: The hooks of the parameters before, by the `id` of the shard that took each one's place.
     """
-    for parameter in sharded_parameters(part):
+    for parameter in sharded_parameters(unit):
         if hooks := hooks_of.get(id(parameter.sharded_param)):
             parameter.sharded_param._backward_hooks = hooks  # the same dict, so that handles can remove them
         parameter.init_unsharded_param = partial(_init_with_hooks, weakref.ref(parameter))
@@ -121,15 +121,15 @@ def _init_with_hooks(reference: weakref.ref[Any]) -> None:
         parameter._unsharded_param._backward_hooks = hooks
 
 
-def drop_unused(filled: list[Any]) -> None:
+def drop_unused(unused: list[Any]) -> None:
     """Drop the gradients of parameters that no process has used, as they have none on one process."""
-    for parameter in filled:
+    for parameter in unused:
         gradient = parameter.sharded_param.grad
         if gradient is not None and not _is_empty_somewhere(parameter):
             local = gradient.to_local()
             if bool(((local == 0) & torch.signbit(local)).all()):
                 parameter.sharded_param.grad = None
-    filled.clear()
+    unused.clear()
 
 
 def _is_empty_somewhere(parameter: Any) -> bool:
@@ -140,22 +140,22 @@ def _is_empty_somewhere(parameter: Any) -> bool:
     return bool(-(-length // shards) * (shards - 1) >= length)
 
 
-def gradients(parts: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:
+def unreduced_gradients(units: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:
     """The gradients that are kept whole for the window's end, with what `fully_shard` knows of each."""
-    for part in parts:
-        for parameter in sharded_parameters(part):
-            if (gradient := _held(parameter)) is not None:
+    for unit in units:
+        for parameter in sharded_parameters(unit):
+            if (gradient := _unreduced(parameter)) is not None:
                 yield parameter, gradient
 
 
-def forget(parts: Iterable[FSDPModule], wanted: Collection[int] | None = None) -> None:
+def drop_gradients(units: Iterable[FSDPModule], wanted: Collection[int] | None = None) -> None:
     """Drop whole gradients that are kept for the window's end.
 
     Args:
-        parts: The modules that shard parameters.
+        units: The modules that shard parameters.
         wanted: The `id` of each shard whose gradient is dropped; None for all.
     """
-    for parameter, _ in gradients(parts):
+    for parameter, _ in unreduced_gradients(units):
         if wanted is None or id(parameter.sharded_param) in wanted:
             # Both places: in another dtype for reduction torch moves the gradient to the first, else it stays
             # in the second. torch 2.15 always leaves it there.
@@ -165,7 +165,7 @@ def forget(parts: Iterable[FSDPModule], wanted: Collection[int] | None = None) -
                 parameter._unsharded_param.grad = None
 
 
-def clear_with(model: FSDPModule) -> None:
+def patch_zero_grad(model: FSDPModule) -> None:
     """Have `model.zero_grad()` drop also the whole gradients that are kept."""
     model.zero_grad = partial(_zero_grad, weakref.ref(model))  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
     model: Any = reference()
     # The class's method, as the instance's is this function; weakly bound, so that the model can be freed.
     type(model).zero_grad(model, set_to_none)
-    forget(part for part in model.modules() if isinstance(part, FSDPModule))
+    drop_gradients(unit for unit in model.modules() if isinstance(unit, FSDPModule))
 
 
 def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
@@ -192,34 +192,36 @@ def _groups(module: FSDPModule) -> Any:
     return groups
 
 
-def gathered(parts: Iterable[FSDPModule]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def unsharded_parameters(
+    units: Iterable[FSDPModule],
+) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """Whole parameters, each with the sharded one whose place it takes from forward to backward."""
-    for part in parts:
-        for parameter in sharded_parameters(part):
+    for unit in units:
+        for parameter in sharded_parameters(unit):
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
                 yield whole, parameter.sharded_param
 
 
-def free_gathered(parts: Iterable[FSDPModule]) -> None:
+def reshard(units: Iterable[FSDPModule]) -> None:
     """Put shards in place of gathered parameters: what is still gathered misses an optimizer's step.
 
     What no optimizer steps may stay gathered.
     """
-    for part in parts:
-        _freeze_as_shown(part)
-        if any(parameter.sharded_param.requires_grad for parameter in sharded_parameters(part)):
-            part.reshard()
+    for unit in units:
+        _freeze_as_shown(unit)
+        if any(parameter.sharded_param.requires_grad for parameter in sharded_parameters(unit)):
+            unit.reshard()
 
 
-def free_after_evaluation(part: FSDPModule, keeps_frozen: bool) -> None:
+def reshard_after_evaluation(unit: FSDPModule, keeps_frozen: bool) -> None:
     """Free a module's parameters after a forward pass that no backward pass follows: torch does not.
 
     A module that was evaluated would otherwise go on showing whole parameters, and what a user does to these
     (giving them to an optimizer, averaging them) would not reach the shards.
 
     Args:
-        part: A module that stays gathered after forward.
+        unit: A module that stays gathered after forward.
         keeps_frozen: Whether it stays so where nothing in it is trained, to be gathered once.
     """
 
@@ -229,7 +231,7 @@ def free_after_evaluation(part: FSDPModule, keeps_frozen: bool) -> None:
         if not torch.is_grad_enabled() if is_trained else not keeps_frozen:
             module.reshard()
 
-    module = cast("torch.nn.Module", part)
+    module = cast("torch.nn.Module", unit)
     module.register_forward_hook(free)
     module.register_forward_pre_hook(_before_forward, prepend=True)
 
@@ -240,26 +242,26 @@ def _before_forward(module: Any, inputs: Any) -> None:
     _freeze_as_shown(module)
 
 
-def _freeze_as_shown(part: FSDPModule) -> None:
+def _freeze_as_shown(unit: FSDPModule) -> None:
     """Train those shards whose whole parameters are trained, where a module shows these.
 
     torch sets both alike when it gathers them: where they differ, it was the user.
     """
     changed = [
         parameter
-        for group in _groups(part)
+        for group in _groups(unit)
         if group.fsdp_params[0].sharded_state is ShardedState.UNSHARDED  # that of all: few are, in a step
         for parameter in group.fsdp_params
         if parameter.sharded_param.requires_grad is not parameter._unsharded_param.requires_grad
     ]
     if changed:
         flags = [parameter._unsharded_param.requires_grad for parameter in changed]
-        part.reshard()
+        unit.reshard()
         for parameter, flag in zip(changed, flags, strict=True):
             parameter.sharded_param.requires_grad_(flag)
 
 
-def _held(parameter: Any) -> torch.Tensor | None:
+def _unreduced(parameter: Any) -> torch.Tensor | None:
     if parameter.unsharded_accumulated_grad is not None:  # in the dtype of the reduction
         return parameter.unsharded_accumulated_grad  # type: ignore[no-any-return]
     whole = getattr(parameter, "_unsharded_param", None)  # made by the first forward

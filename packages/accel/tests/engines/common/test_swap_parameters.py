@@ -9,30 +9,30 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from accel.engines.common.repoint import Replaced, repoint
+from accel.engines.common.swap_parameters import ParameterMap, swap_parameters
 
 
 def parameter(*shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(shape))
 
 
-def replacements() -> tuple[torch.nn.Parameter, torch.nn.Parameter, Replaced]:
-    """A parameter of (4, 2) that fp8 replaced, and then sharding; and what it is now."""
+def replacements() -> tuple[torch.nn.Parameter, torch.nn.Parameter, ParameterMap]:
+    """A parameter of (4, 2) that fp8 parameter_map, and then sharding; and what it is now."""
     old, between = parameter(4, 2), parameter(4, 2)
     whole = torch.arange(8.0).reshape(4, 2)
     new = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
-    replaced = Replaced()
-    replaced.add(old, between)
-    replaced.add(between, new)
-    return old, new, replaced
+    parameter_map = ParameterMap()
+    parameter_map.add(old, between)
+    parameter_map.add(between, new)
+    return old, new, parameter_map
 
 
 def check_states() -> None:
-    old, new, replaced = replacements()
+    old, new, parameter_map = replacements()
     optimizer = torch.optim.SGD([{"params": [parameter(2)]}, {"params": [old], "lr": 0.5}], lr=0.1)
     states = {"average": torch.ones(4, 2), "rows": torch.ones(4), "step": torch.tensor(3.0)}
     optimizer.state[old] = dict(states)
-    repoint(optimizer, replaced.present)
+    swap_parameters(optimizer, parameter_map.current)
 
     assert optimizer.param_groups[1]["params"][0] is new
     assert optimizer.param_groups[1]["lr"] == 0.5
@@ -46,9 +46,9 @@ def check_states() -> None:
 
 
 def check_mixed_group(options: dict[str, Any]) -> None:
-    old, _, replaced = replacements()
+    old, _, parameter_map = replacements()
     optimizer = torch.optim.AdamW([old, parameter(2)], **options)
-    repoint(optimizer, replaced.present)
+    swap_parameters(optimizer, parameter_map.current)
     for item in optimizer.param_groups[0]["params"]:
         item.grad = torch.ones_like(item)
     optimizer.step()
