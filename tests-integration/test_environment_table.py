@@ -17,7 +17,7 @@ import torch
 from accel.accelerator import Accelerator
 from accel.big_modeling import init_empty_weights
 from accel.engines.choice import choose
-from accel.engines.common.checks import check_spread_training
+from accel.engines.common.checks import check_multi_device_training
 from accel.engines.common.replica_check import ReplicaCheck
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
@@ -90,7 +90,7 @@ def make(*kinds: Callable[[], Any]) -> Callable[[], Any]:
 def spread_model() -> None:
     model = torch.nn.Linear(1, 1)
     model.hf_device_map = {"a": 0, "b": 1}
-    check_spread_training(model, False, 2)
+    check_multi_device_training(model, False, 2)
 
 
 def buffers_when_empty() -> Any:

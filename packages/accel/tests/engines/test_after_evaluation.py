@@ -227,7 +227,7 @@ def run(engine: str, entry: str, part: str, wrapped: bool, evaluates: bool, fold
     try:
         ENTRY_POINTS[entry](session)
     except ValueError as error:
-        if "lays into one vector, and torch saves the state of all" in str(error):
+        if "flattens into one vector, and torch saves the state of all" in str(error):
             return []
         raise
     for _ in range(2):

@@ -56,7 +56,7 @@ def dispatch_model(
 
     What the map puts on "disk", or on "cpu" beside an accelerator, is offloaded: its weights come to the main
     device while their module runs. Tied weights stay tied; they are not offloaded if one of their modules is
-    not. A model that is dispatched already is dispatched anew.
+    not. A model that is dispatched already is dispatched again.
 
     Args:
         model: The model. It gets `hf_device_map`, a copy of the map.
@@ -137,7 +137,7 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, usually made under `init_empty_weights`. One that is dispatched already is
-            dispatched anew.
+            dispatched again.
         checkpoint: A file of weights, an index, or a folder with one of them.
         device_map: Device by name of a module, as for `dispatch_model`; or how to make such a map: "auto" or
             "balanced" (evenly over the accelerators), "balanced_low_0" (with room on the first, for what
@@ -355,7 +355,7 @@ def _raise_weights_to_modules(
         for child, _ in modules[owner].named_children():
             path = f"{owner}.{child}" if owner else child
             # Children that stay on a device would be offloaded with the module:
-            # they get entries of their own.
+            # they get their own entries.
             if inherited[0] is False and path not in offload:
                 offload[path], execution[path] = False, inherited[1]
         offload[owner], execution[owner] = True, main

@@ -49,7 +49,7 @@ def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) ->
 def bring_to(device: torch.device | None, value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return an offloaded weight for a forward: `move`, but a quantized one is never the stored one itself.
 
-    Layers of bitsandbytes change the weight with which they run and its statistics: some lay it out anew for
+    Layers of bitsandbytes change the weight with which they run and its statistics: some lay it out again for
     the CPU, others keep it for themselves.
 
     Args:

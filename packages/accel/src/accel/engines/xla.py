@@ -72,7 +72,7 @@ class XLAStates(States):
     engine: XLAEngine
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state, on the CPU: files know nothing of XLA devices."""
+        """The full state, on the CPU: files know nothing of XLA devices."""
         state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
         return state
 

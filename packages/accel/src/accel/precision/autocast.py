@@ -68,7 +68,7 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
         warn(
             f"{type(model).__name__} was prepared by another Accelerator with "
             f"mixed_precision={present.name!r}, and computes with {precision.name!r} from now on. Give each "
-            "Accelerator a model of its own (copy.deepcopy) to have both.",
+            "Accelerator its own model (copy.deepcopy) to have both.",
             UserWarning,
         )
         extract_model_from_parallel(model, keep_fp32_wrapper=False)

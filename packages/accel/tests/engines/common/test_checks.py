@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
 from accel.engines.common.check_on_all_ranks import check_on_all_ranks
-from accel.engines.common.checks import check_whole_tensor_steps
+from accel.engines.common.checks import check_elementwise_optimizer
 from accel.engines.deepspeed.settings import check_axes
 from accel.engines.megatron.engine import MegatronLMEngine
 from accel.engines.mesh.shard import check_layout, check_sparse
@@ -97,7 +97,7 @@ def test_optimizers_whose_steps_need_whole_tensors_are_refused_where_there_are_p
         assert list(messages) == names
         for name, message in messages.items():
             assert f"a step of {name} needs whole" in message
-            assert f"under {engine} they are in parts: it would make other steps of them, or fail" in message
+            assert f"{engine} shards them, so its steps would differ from unsharded training, or fail" in message
             assert "AdamW" in message
 
 
@@ -108,8 +108,8 @@ class Adafactor(torch.optim.SGD):
 def test_an_optimizer_of_a_library_is_known_by_its_name():
     optimizer = type("Own", (Adafactor,), {})(Net().parameters())
     with pytest.raises(ValueError, match="Own: a step of Adafactor needs whole matrices"):
-        check_whole_tensor_steps(optimizer, ("LBFGS", "Adafactor"), "fsdp1")
-    check_whole_tensor_steps(optimizer, (), "ddp")
+        check_elementwise_optimizer(optimizer, ("LBFGS", "Adafactor"), "fsdp1")
+    check_elementwise_optimizer(optimizer, (), "ddp")
 
 
 def refused_layouts(engine: str) -> dict[str, str]:

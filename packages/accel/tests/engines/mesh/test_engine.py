@@ -507,7 +507,7 @@ def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
     sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
     frozen = Pair().requires_grad_(False)
     frozen._tp_plan = {"up": "colwise", "down": "rowwise"}
-    with pytest.raises(ValueError, match=r"ignored_modules='up' beside tp_size=2.*one of the two out"):
+    with pytest.raises(ValueError, match=r"ignored_modules='up' with tp_size=2.*one of the two out"):
         Accelerator(parallelism_config=sizes, fsdp_plugin=plugin).prepare(frozen)
     x = torch.full((1, 4), float(accelerator.engine.loaders.dp_rank_and_size[0] + 1))
     accelerator.backward(model(x).square().mean())

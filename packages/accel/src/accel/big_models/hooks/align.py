@@ -348,7 +348,7 @@ class AlignDevicesHook(ModelHook):
         if value.shape != slot.placeholder.shape:
             raise ValueError(
                 f"the offloaded weight {slot.name} has the shape {list(value.shape)}, and in "
-                f"{type(module).__name__} {list(slot.placeholder.shape)}. Dispatch the model anew."
+                f"{type(module).__name__} {list(slot.placeholder.shape)}. Dispatch the model again."
             )
         value = bring_to(device, value, slot.placeholder)
         if slot.is_buffer:

@@ -63,7 +63,7 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParameters | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to each module of a model that has weights of its own.
+    """Attach an `AlignDevicesHook` to each module of a model that has its own weights.
 
     Args:
         module: The model, or a module in it.

@@ -59,7 +59,7 @@ class Prefetcher:
         self._ahead = 0  # bytes of these
         self._end: ref[_Loading] | None = None  # the last of these
         self._threads: list[threading.Thread] = []
-        # Each thread may run a forward of its own, in an order of its own: the last module of it that began,
+        # Each thread may run its own forward, in its own order: the last module of it that began,
         # and how many forwards that end it are running, one inside the other.
         self._last = threading.local()
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ def tied_key(tensor: torch.Tensor) -> int:
     """Identify a weight in a map of tied ones: by its address, or on the meta device by the object's."""
     try:
         return tensor.data_ptr() or id(tensor)
-    except RuntimeError:  # of a subclass without memory of its own
+    except RuntimeError:  # of a subclass without its own memory
         return id(tensor)
 
 

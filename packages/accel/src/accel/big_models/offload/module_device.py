@@ -110,7 +110,7 @@ def _version(value: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
 
 
 def _is_quantized(value: torch.Tensor) -> bool:
-    """Whether a weight has a form of its own: of bitsandbytes, or made of other tensors (torchao)."""
+    """Whether a weight has its own form: of bitsandbytes, or made of other tensors (torchao)."""
     return type(value).to is not torch.Tensor.to or hasattr(value, "__tensor_flatten__")
 
 

@@ -142,7 +142,7 @@ def collect(
         given = next((state_dict[name] for name in names if name in state_dict), None)
         value = tensor if given is None else given
         # A tied weight that one module keeps in memory is there for all.
-        # Tied names may have places of their own in a map.
+        # Tied names may have their own places in a map.
         on_disk = all(places[name] == "disk" for name in names)
         listed = index or {}
         # The folder's index is read once, and only where a weight has no values elsewhere.
@@ -264,7 +264,7 @@ def tied_params(model: nn.Module) -> TiedParameters:
                 count[id(tensor)] = count.get(id(tensor), 0) + 1
     at = Counter(tied_key(tensor) for tensor in tensors.values())
     tied = (tied_key(tensor) for key, tensor in tensors.items() if count[key] > 1)
-    # The map knows addresses alone: a hook would put the whole weight in place of the view.
+    # The map knows addresses alone: a hook would put the full weight in place of the view.
     return {address: {} for address in tied if at[address] == 1}
 
 

@@ -217,7 +217,7 @@ class _Placer:
 
     def room_on(self, target: Target) -> float:
         """Return the bytes that a device has for layers when it is the next to be filled."""
-        # Offloaded layers run on the first accelerator that has layers of its own.
+        # Offloaded layers run on the first accelerator that has its own layers.
         if target.kind == "accelerator" and not self.used_accelerator and self.empty:
             return target.capacity - self.reserved
         return target.capacity - (self.reserved_on_cpu if target.kind == "cpu" else 0)

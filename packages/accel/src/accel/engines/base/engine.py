@@ -17,10 +17,10 @@ from accel.engines.base.gradients import Gradients
 from accel.engines.base.loaders import Loaders
 from accel.engines.base.states import States
 from accel.engines.common.checks import (
+    check_elementwise_optimizer,
     check_fp16,
+    check_multi_device_training,
     check_offloaded_training,
-    check_spread_training,
-    check_whole_tensor_steps,
     mapped_devices,
     named_parameters,
 )
@@ -83,14 +83,14 @@ class Engine:
         has_scaler = self.context.scaler is not None
         for model in request.models:
             check_offloaded_training(model, request.evaluation_mode)
-            check_spread_training(model, request.evaluation_mode, self.context.process.world_size)
+            check_multi_device_training(model, request.evaluation_mode, self.context.process.world_size)
             if has_scaler and not request.evaluation_mode:
                 check_fp16(named_parameters(model), self.gradient_sync.trained_parameter)
         # Also without a model: optimizers may be prepared separately.
         for optimizer in request.optimizers:
             if has_scaler:
                 check_fp16(named_parameters(optimizer), self.gradient_sync.trained_parameter)
-            check_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
+            check_elementwise_optimizer(optimizer, self.gradients.unsupported_optimizers, self.name)
             check_lomo(optimizer, num_processes=self.loaders.dp_rank_and_size[1], has_scaler=has_scaler)
 
     def check_collectively(self, request: PrepareRequest) -> None:

@@ -12,7 +12,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_state import env
 from accel_state.logging.warning import warn
 
-Present = Callable[[torch.Tensor], torch.Tensor]
+TrainedParameter = Callable[[torch.Tensor], torch.Tensor]
 
 _FP16 = (
     "is float16, and fp16 training scales the loss: gradients in float16 cannot be unscaled. Keep the "
@@ -23,7 +23,7 @@ _FP16 = (
 _FOREIGN = {
     "deepspeed": (
         "The checkpoint was written under DeepSpeed, and the engine here is {engine}. Load it under "
-        "DeepSpeed, with as many processes and the same stage; or make whole weights of it with its "
+        "DeepSpeed, with as many processes and the same stage; or convert it to full weights with its "
         "zero_to_fp32.py, and load those before prepare()."
     ),
     "megatron": (
@@ -31,12 +31,12 @@ _FOREIGN = {
         "Megatron-LM, with any tp_degree and pp_degree."
     ),
     "local": (
-        "The checkpoint was written with state_dict_type='LOCAL_STATE_DICT', of which each process reads its "
+        "The checkpoint was written with state_dict_type='LOCAL_STATE_DICT', where each process has its "
         "own file, and the engine here is {engine}. Load it as it was saved, with fsdp_version=1 and as many "
-        "processes, and save it with 'SHARDED_STATE_DICT' for others."
+        "processes, and save it with 'SHARDED_STATE_DICT' for other engines."
     ),
 }
-"""By the role of files that one engine alone reads."""
+"""By the role of files that only one engine reads."""
 
 
 def check_foreign(names: Collection[str], engine: str) -> None:
@@ -44,12 +44,12 @@ def check_foreign(names: Collection[str], engine: str) -> None:
 
     Args:
         names: Its files.
-        engine: What the engine here is called.
+        engine: The name of the current engine.
 
     Raises:
         CheckpointError: If it is one.
     """
-    # By file names alone: nothing of a foreign checkpoint is read, which may hold code (pickles).
+    # By file names only: a foreign checkpoint may contain code (pickles), so nothing of it is read.
     roles = {file_names.role_of(name) for name in names}
     for role, message in _FOREIGN.items():
         if role in roles:
@@ -57,31 +57,31 @@ def check_foreign(names: Collection[str], engine: str) -> None:
 
 
 def check_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> None:
-    """Reject training of a model that is spread over devices with parts on the CPU or the disk.
+    """Reject training of a dispatched model with modules on the CPU or the disk.
 
     Args:
         model: The model.
         evaluation_mode: Whether it is only evaluated.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If it is such a model.
     """
     devices = mapped_devices(model)
-    # A model on the CPU alone is not offloaded, and trains there.
+    # A model on the CPU only is not offloaded, and trains there.
     offloaded = {"cpu", "disk"} & devices
     if len(devices) > 1 and offloaded and not evaluation_mode:
         raise ValueError(
-            f"{type(model).__name__} is dispatched with parts on {sorted(offloaded)} (hf_device_map), which "
-            "cannot be trained. Load it on the process's device, or pass evaluation_mode=True to "
+            f"{type(model).__name__} is dispatched with modules on {sorted(offloaded)} (hf_device_map), "
+            "which cannot be trained. Load it on the process's device, or pass evaluation_mode=True to "
             "prepare_model."
         )
 
 
-def check_spread_training(model: torch.nn.Module, evaluation_mode: bool, num_processes: int) -> None:
-    """Reject training of a model that is spread over devices on several processes.
+def check_multi_device_training(model: torch.nn.Module, evaluation_mode: bool, num_processes: int) -> None:
+    """Reject training of a model with several devices on several processes.
 
-    Processes that load it with the same device map put their copies on the same devices. With
-    ACCELERATE_BYPASS_DEVICE_MAP the user says that each process has devices of its own.
+    Processes that load it with the same device map would use the same devices. ACCELERATE_BYPASS_DEVICE_MAP
+    declares that each process has its own devices.
 
     Args:
         model: The model.
@@ -103,34 +103,34 @@ def check_spread_training(model: torch.nn.Module, evaluation_mode: bool, num_pro
 
 
 def mapped_devices(model: torch.nn.Module) -> set[str]:
-    """Return the devices over which device maps spread the modules of a model; none without a map.
+    """Return the devices in the device maps of a model's modules; none without a map.
 
     Args:
         model: The model.
     """
-    # Of every module: a dispatched model may be inside of another one.
+    # Of all modules: a dispatched model may be inside another one.
     maps = (getattr(module, "hf_device_map", {}) for module in model.modules())
     return {str(device) for devices in maps for device in devices.values()}
 
 
-def check_fp16(named: Iterable[tuple[str, torch.Tensor]], present: Present) -> None:
+def check_fp16(named: Iterable[tuple[str, torch.Tensor]], trained_parameter: TrainedParameter) -> None:
     """Check that no trainable parameter is in float16.
 
     Args:
         named: Parameters, with names for the message.
-        present: Gives the tensor that is stepped for a parameter.
+        trained_parameter: Returns the tensor that is trained for a parameter.
 
     Raises:
         ValueError: If one is.
     """
     for name, parameter in named:
-        # The tensor that is stepped: under FSDP it may have another dtype than the one the user holds.
-        if parameter.requires_grad and present(parameter).dtype is torch.float16:
+        # The trained tensor: under FSDP it may have another dtype than the original parameter.
+        if parameter.requires_grad and trained_parameter(parameter).dtype is torch.float16:
             raise ValueError(f"{name} {_FP16}")
 
 
 def named_parameters(item: torch.nn.Module | torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model or an optimizer, by names that a user finds them under."""
+    """The parameters of a model or an optimizer, by the names under which a user finds them."""
     kind = type(item).__name__
     if isinstance(item, torch.nn.Module):
         yield from ((f"{kind}.{name}", parameter) for name, parameter in item.named_parameters())
@@ -140,8 +140,8 @@ def named_parameters(item: torch.nn.Module | torch.optim.Optimizer) -> Iterator[
             yield f"{kind}.param_groups[{group}]['params'][{place}]", parameter
 
 
-_ELSEWHERE = {"Adafactor"}
-"""Known by their names in any library: transformers' Adafactor factors its state as torch's does."""
+_OTHER_LIBRARIES = {"Adafactor"}
+"""Recognized by name in any library: transformers' Adafactor factors its state as torch's does."""
 
 
 def check_hooks(
@@ -151,21 +151,21 @@ def check_hooks(
     modules: Collection[str] | None = None,
     kinds: Collection[str] = ("_backward_hooks", "_post_accumulate_grad_hooks"),
 ) -> None:
-    """Reject hooks on parameters that are going to be replaced: nothing would call them.
+    """Reject hooks on parameters that will be replaced: they would not be called.
 
     Args:
         model: The model.
-        engine: What the engine is called.
-        fix: The way out, for the message.
-        modules: The names of modules whose own parameters are meant; None for all.
-        kinds: The attributes of torch that have hooks.
+        engine: The name of the engine.
+        fix: The alternative, for the message.
+        modules: The names of modules whose direct parameters are checked; None for all.
+        kinds: The attributes in which torch keeps hooks.
 
     Raises:
         ValueError: If there are any.
     """
     for name, parameter in model.named_parameters():
-        is_meant = modules is None or name.rpartition(".")[0] in modules
-        if is_meant and any(getattr(parameter, kind, None) for kind in kinds):
+        is_checked = modules is None or name.rpartition(".")[0] in modules
+        if is_checked and any(getattr(parameter, kind, None) for kind in kinds):
             raise ValueError(
                 f"{type(model).__name__}.{name} has a hook (register_hook or "
                 f"register_post_accumulate_grad_hook), and {engine} replaces the parameter, so that the hook "
@@ -173,43 +173,38 @@ def check_hooks(
             )
 
 
-def check_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
-    """Reject an optimizer whose step is not element by element, where parameters are in parts.
+def check_elementwise_optimizer(optimizer: object, names: Collection[str], engine: str) -> None:
+    """Reject an optimizer whose step is not elementwise, if parameters are sharded.
 
     Args:
         optimizer: The optimizer.
-        names: Classes of torch.optim, and of `_ELSEWHERE`; those that the installed torch lacks are passed
-            over.
-        engine: What the engine is called.
+        names: Classes of torch.optim, and of `_OTHER_LIBRARIES`; those that the installed torch lacks are
+            skipped.
+        engine: The name of the engine.
 
     Raises:
         ValueError: If it is of one of the classes.
     """
-    # By names along the method resolution order, so that subclasses count and no other library is imported.
-    elsewhere = _ELSEWHERE & {known.__name__ for known in type(optimizer).__mro__}
+    # By name along the method resolution order: subclasses count, and no other library is imported.
+    foreign = _OTHER_LIBRARIES & {item.__name__ for item in type(optimizer).__mro__}
     kind = next(
-        (
-            name
-            for name in names
-            if name in elsewhere or isinstance(optimizer, getattr(torch.optim, name, ()))
-        ),
+        (name for name in names if name in foreign or isinstance(optimizer, getattr(torch.optim, name, ()))),
         None,
     )
     if kind is not None:
         raise ValueError(
-            f"{type(optimizer).__name__}: a step of {kind} needs whole matrices, or all parameters at "
-            f"once, and under {engine} they are in parts: it would make other steps of them, or fail inside "
-            "torch. Use one that steps element by element (AdamW, SGD), or train on whole parameters (DDP, "
-            "one process)."
+            f"{type(optimizer).__name__}: a step of {kind} needs full matrices, or all parameters at "
+            f"once, and {engine} shards them, so its steps would differ from unsharded training, or fail "
+            "inside torch. Use an elementwise optimizer (AdamW, SGD), or train unsharded (DDP, one process)."
         )
 
 
 def warn_of_ignored(plugin: Any, reasons: Mapping[str, str]) -> None:
-    """Warn of each setting that is ignored, at the line that makes the plugin.
+    """Warn of each ignored setting, at the line that creates the plugin.
 
     Args:
-        plugin: The plugin, a dataclass whose `__post_init__` calls the caller of this.
-        reasons: Why, by the setting's name.
+        plugin: The plugin, a dataclass; this is called inside its `__post_init__`.
+        reasons: The reasons, by the setting's name.
     """
     for name, reason in reasons.items():
         warn(f"{type(plugin).__name__} ignores {name}={getattr(plugin, name)!r}: {reason}.")

@@ -1,4 +1,4 @@
-"""Backward passes that are differentiated again, which engines that gather in backward cannot do."""
+"""Rejecting `create_graph=True`, which engines that gather in backward do not support."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from accel_ops.trees.walk import flatten
 
 
-def refuse_create_graph(model: torch.nn.Module, engine: str) -> None:
-    """Have a backward pass through a model with `create_graph=True` raise an error; on all processes.
+def reject_create_graph(model: torch.nn.Module, engine: str) -> None:
+    """Make a backward pass with `create_graph=True` through a model raise an error, on all processes.
 
     Args:
         model: The model.
-        engine: What the engine is called.
+        engine: The name of the engine.
     """
     model.register_forward_hook(partial(_after_forward, engine))
 
@@ -24,14 +24,14 @@ def _after_forward(engine: str, model: Any, inputs: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         for item in flatten(output)[0]:
             if isinstance(item, torch.Tensor) and item.requires_grad:
-                item.register_hook(partial(_refuse, engine))  # type: ignore[no-untyped-call]
+                item.register_hook(partial(_reject, engine))  # type: ignore[no-untyped-call]
 
 
-def _refuse(engine: str, gradient: torch.Tensor) -> None:
-    # torch enables gradients in a backward pass that is recorded.
+def _reject(engine: str, gradient: torch.Tensor) -> None:
+    # torch enables gradients in a backward pass with create_graph=True.
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{engine}: a backward pass with create_graph=True, as for a gradient penalty. Its own backward "
-            "pass would need whole weights and reduced gradients again, which are gone by then. Train with "
+            "pass would need full weights and unreduced gradients again, which are freed by then. Train with "
             "DDP or on one process; or replace the second derivative by a difference of two forward passes."
         )

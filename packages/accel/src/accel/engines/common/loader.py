@@ -26,14 +26,14 @@ class EngineLoader:
         return len(self.loader)
 
     def with_loader(self: _Loader, loader: Any) -> _Loader:
-        """Return one like this, of another prepared loader."""
-        # A copy, so that what subclasses keep (groups, devices) comes along; both handles stay usable.
+        """Return a copy of this around another prepared loader."""
+        # A copy keeps the attributes of subclasses (groups, devices); both loaders stay usable.
         other = copy.copy(self)
         other.loader = loader
         return other
 
     def skip_first_batches(self: _Loader, num_batches: int) -> _Loader:
-        """Return one like this without its first batches; `accel.skip_first_batches` calls it.
+        """Return a copy of this without its first batches; `accel.skip_first_batches` calls it.
 
         Args:
             num_batches: Number of batches to leave out.

@@ -1,4 +1,4 @@
-"""The total norm of gradients that are on several meshes, or on none."""
+"""The total norm of gradients on several meshes, or on none."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from accel_ops.collectives import waits
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Sets = list[tuple[list[torch.Tensor], list[dist.ProcessGroup]]]
-"""This process's parts of gradients, each list with the groups over which they are parts."""
+ShardSets = list[tuple[list[torch.Tensor], list[dist.ProcessGroup]]]
+"""This process's shards of gradients, each list with the groups over which they are sharded."""
 
 
 def scale(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply this process's parts of gradients in place."""
+    """Multiply this process's shards of gradients in place."""
     multiply(map(local, gradients), factor)
 
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm of all gradients as one vector: each element counts once, wherever it lies.
+    """The norm of all gradients as one vector: each element counts once, on whichever process it is.
 
     Args:
         gradients: Plain and sharded tensors.
@@ -36,21 +36,21 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torc
     """
     sets: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
-        # No operation of torch takes tensors of several meshes, or plain ones beside sharded ones.
+        # No operation of torch takes tensors of several meshes, or plain tensors with DTensors.
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         sets.setdefault(key, []).append(gradient)
-    return norm_of_sets([_parts(key, found) for key, found in sets.items()], norm_type, device)
+    return norm_of_sets([_shards(key, items) for key, items in sets.items()], norm_type, device)
 
 
 @torch.no_grad()
-def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm of this process's parts of gradients, and of the others' parts.
+def norm_of_sets(sets: ShardSets, norm_type: float, device: torch.device) -> torch.Tensor:
+    """The norm of the shards of gradients on all processes.
 
-    There is one small reduction for all groups of the same processes; what needs none is computed meanwhile.
+    Groups of the same processes need one small reduction; norms that need none are computed meanwhile.
 
     Args:
-        sets: Parts, each with the process groups over which they are parts. All processes of a group have the
-            same sets, in the same order, none of them empty, and first parts of one dtype.
+        sets: Shards, each with the process groups over which they are sharded. All processes of a group have
+            the same sets, in the same order, none of them empty, and first shards of one dtype.
         norm_type: The p of the p-norm; infinity for the maximum.
         device: Where the result is.
     """
@@ -63,7 +63,7 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
             totals[index] = _total(sets[index][0], norm_type, device)
         return totals[index]
 
-    # Meshes of the same processes have groups of their own, of which one is enough.
+    # Meshes of the same processes have separate groups; one is enough.
     ranks = {group: tuple(dist.get_process_group_ranks(group)) for _, groups in sets for group in groups}
     for joint in dict.fromkeys(ranks.values()):
         group = next(group for group, members in ranks.items() if members == joint)
@@ -72,44 +72,44 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
         operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         # Asynchronous: sums of gradients that need no reduction are computed while it travels.
         work = dist.all_reduce(joined, operation, group=group, async_op=True)
-        for index in range(len(sets)):  # while the others are waited for
+        for index in range(len(sets)):  # while waiting for the other ranks
             total(index)
         waits.wait(work)
         totals.update(zip(split, joined.unbind(), strict=True))
-    # A zero, so that there is something to stack where no process has a gradient.
+    # A zero, to stack something even if no process has a gradient.
     joined = torch.stack([torch.zeros((), device=device), *(total(index) for index in range(len(sets)))])
     return joined.max() if is_max else joined.sum() ** (1.0 / norm_type)
 
 
-def _total(parts: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _total(shards: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The sum of the p-th powers of all elements; for infinity their maximum."""
-    filled = [part for part in parts if part.numel()]
+    filled = [shard for shard in shards if shard.numel()]
     # Squares of half-precision gradients overflow from 256 on (fp16), or lose small ones (bf16).
-    precise = torch.promote_types(parts[0].dtype.to_real(), torch.float32)
+    precise = torch.promote_types(shards[0].dtype.to_real(), torch.float32)
     if not filled:
         return torch.zeros((), device=device, dtype=precise)
-    if norm_type == 2.0 and all(_is_vector(part) for part in filled):
-        squares = [torch.dot(flat, flat) for flat in (part.view(-1) for part in filled)]
+    if norm_type == 2.0 and all(_is_vector(shard) for shard in filled):
+        squares = [torch.dot(flat, flat) for flat in (shard.view(-1) for shard in filled)]
         return torch.stack(squares).sum().to(device, precise)
     norm = torch.nn.utils.get_total_norm(filled, norm_type).to(device, precise)
     return norm if norm_type == float("inf") else norm**norm_type
 
 
-def _is_vector(part: torch.Tensor) -> bool:
-    """Whether torch.dot takes it, which on the CPU needs two thirds of the time of a norm."""
-    return part.is_cpu and part.dtype in (torch.float32, torch.float64) and part.is_contiguous()
+def _is_vector(shard: torch.Tensor) -> bool:
+    """Whether torch.dot accepts it, which takes two thirds of the time of a norm on the CPU."""
+    return shard.is_cpu and shard.dtype in (torch.float32, torch.float64) and shard.is_contiguous()
 
 
-def _parts(
+def _shards(
     key: tuple[DeviceMesh, Sequence[Placement]] | None, gradients: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[dist.ProcessGroup]]:
-    """This process's parts of gradients that lie alike, and the groups over which they are parts."""
+    """This process's shards of gradients with one layout, and the groups over which they are sharded."""
     if key is None:
         return gradients, []
     mesh, placements = key
-    # A partial gradient is a summand of its own on each process: norms of summands do not add up.
+    # Partial gradients are summands, whose norms do not add up.
     if any(item.is_partial() for item in placements):
-        whole = [Replicate() if item.is_partial() else item for item in placements]
-        gradients = [cast("DTensor", gradient).redistribute(placements=whole) for gradient in gradients]
+        reduced = [Replicate() if item.is_partial() else item for item in placements]
+        gradients = [cast("DTensor", gradient).redistribute(placements=reduced) for gradient in gradients]
     axes = [axis for axis, item in enumerate(placements) if not (item.is_replicate() or item.is_partial())]
     return [local(item) for item in gradients], [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]

@@ -1,11 +1,11 @@
-"""Objects that a script prepares in place of an optimizer or a schedule that an engine makes itself."""
+"""Placeholders that a script prepares where the engine creates the optimizer or scheduler itself."""
 
 from __future__ import annotations
 
 
 class PlaceholderOptimizer:
-    """Base of what stands for an optimizer; `prepare` hands it to the engine with the models."""
+    """Base of placeholders for an optimizer; `prepare` passes it to the engine with the models."""
 
 
 class PlaceholderScheduler:
-    """Base of what stands for a schedule; `prepare` asks the engine for the real one."""
+    """Base of placeholders for a scheduler; `prepare` gets the real one from the engine."""

@@ -1,4 +1,4 @@
-"""A check that what processes have alike is alike: one number per optimizer, every N steps."""
+"""A check that replicas are equal: one number per optimizer, every N steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck:
-    """Compares parameters between the processes that have them alike, before a step.
+    """Compares replicated parameters between processes, before a step.
 
-    It runs every ACCELERATE_CHECK_REPLICAS_STEPS steps of each optimizer; by default in debug mode alone,
-    and then before each step.
+    It runs every ACCELERATE_CHECK_REPLICAS_STEPS steps of each optimizer; by default only in debug mode, and
+    then before each step.
 
     Args:
         process: This process.
@@ -40,11 +40,11 @@ class ReplicaCheck:
         self._num_steps: Any = WeakIdKeyDictionary()  # of each optimizer, by its first parameter
 
     def before_step(self, parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module]) -> None:
-        """Compare what an optimizer steps, if it is time to; every process calls it.
+        """Compare the parameters of an optimizer, if it is due; every process calls it.
 
         Args:
             parameters: The parameters.
-            models: Where their names are found.
+            models: The models to find their names in.
 
         Raises:
             RuntimeError: If a parameter differs; on all processes that have it, with its name.
@@ -52,7 +52,7 @@ class ReplicaCheck:
         if not self.every:
             return
         parameters = list(parameters)
-        # By the first parameter: optimizers themselves may be wrapped anew between steps.
+        # By the first parameter: optimizers may be wrapped again between steps.
         number = self._num_steps.get(parameters[0], 0) + 1 if parameters else 1
         if parameters:
             self._num_steps[parameters[0]] = number
@@ -60,32 +60,32 @@ class ReplicaCheck:
             return
         groups: dict[dist.ProcessGroup | None, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter in parameters:
-            for group, part in _replicas(parameter):
-                groups.setdefault(group, []).append((parameter, part))
-        for group, found in groups.items():
-            # Integers of the bits: a sum of floating numbers depends on its order, and NaN equals nothing.
-            sums = torch.stack([digest(part).to(self._process.device) for _, part in found])
-            # One number first; which parameter it was is asked only if something differs.
+            for group, local in _replicas(parameter):
+                groups.setdefault(group, []).append((parameter, local))
+        for group, replicas in groups.items():
+            # Integer digests of the bits: floating-point sums depend on their order, and NaN equals nothing.
+            sums = torch.stack([digest(local).to(self._process.device) for _, local in replicas])
+            # One number first; which parameter differs is only checked if it does.
             if _differs(sums.sum().reshape(1), group).any():
                 first = int(_differs(sums, group).nonzero()[0])
                 raise RuntimeError(
-                    f"{_name(found[first][0], models)} differs between processes, before step {number}: "
-                    f"its digest is {int(sums[first])} on process {self._process.rank}. Processes "
-                    "would train weights of their own from here on. Something changed it, or its gradient, "
-                    "on some processes alone: under an `if` of the rank, by other random numbers, or past "
-                    "accelerator.backward()."
+                    f"{_name(replicas[first][0], models)} differs between processes, before step {number}: "
+                    f"its digest is {int(sums[first])} on process {self._process.rank}. The "
+                    "processes would train different weights from here on. Something changed it, or its "
+                    "gradient, only on some processes: under an `if` of the rank, by different random "
+                    "numbers, or without accelerator.backward()."
                 )
 
 
 def _replicas(parameter: torch.Tensor) -> Iterator[tuple[dist.ProcessGroup | None, torch.Tensor]]:
-    """This process's part of a parameter, with each group whose processes have the same; None is all."""
-    # Here: with them comes what sharded models alone need, which takes half a second to import.
+    """This process's shard of a parameter, with each group over which it is replicated; None is all."""
+    # Imported here: only sharded models need them, and they take half a second to import.
     from torch.distributed.tensor import DTensor
 
     from accel.engines.fsdp1 import flat
 
     if flat.is_flattened(parameter) or parameter.is_meta:
-        return  # each process has a part of its own
+        return  # each process has another shard
     if not isinstance(parameter, DTensor):
         yield None, parameter
         return
@@ -96,7 +96,7 @@ def _replicas(parameter: torch.Tensor) -> Iterator[tuple[dist.ProcessGroup | Non
 
 
 def _differs(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Which numbers some process of a group has another of."""
+    """Which numbers differ between the processes of a group."""
     # The maximum of x and of -x in one collective: the second is the minimum. All are equal where both agree.
     extremes = torch.cat([sums, -sums])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)

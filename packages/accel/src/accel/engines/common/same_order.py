@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 FSDP_FIX = (
-    "Have all processes run the same modules; or choose larger groups (auto_wrap_policy, "
-    "transformer_cls_names_to_wrap), inside of which processes may use different parameters."
+    "Run the same modules on all processes; or choose larger groups (auto_wrap_policy, "
+    "transformer_cls_names_to_wrap), inside which processes may use different parameters."
 )
 ZERO3_FIX = (
-    "Have all processes run the same modules; or name the class of the module that has the branches in "
-    "DeepSpeedPlugin(transformer_moe_cls_names=...), inside of which processes may use different parameters."
+    "Run the same modules on all processes; or name the class of the module that has the branches in "
+    "DeepSpeedPlugin(transformer_moe_cls_names=...), inside which processes may use different parameters."
 )
 
 
@@ -30,15 +30,15 @@ def check_same_order(
 ) -> None:
     """Compare the order of modules between processes, in the first forward and backward pass that train.
 
-    All processes gather the parameters of such a module together, and reduce its gradients. One that is at
-    another module would mix both. Later forward passes are compared with the first one, without
-    communication, and one that differs is told once. What torch.compile has compiled is not compared.
+    All processes gather the parameters of such a module, and reduce its gradients, in one collective. A
+    process that is at another module would mix both. Later forward passes are compared with the first one,
+    without communication; a difference is warned of once. Compiled code is not compared.
 
     Args:
         root: The model.
-        units: The modules, by name; the model itself may be one, and does not count.
+        units: The modules, by name; the model itself may be one, and is ignored.
         process: This process.
-        engine: What the engine is called.
+        engine: The name of the engine.
         fix: What to do about a difference, for the messages.
     """
     units = {name: unit for name, unit in units.items() if unit is not root}
@@ -56,9 +56,9 @@ def check_same_order(
 class _Order:
     def __init__(self, names: list[str], process: ProcessInfo, engine: str, fix: str) -> None:
         self.names, self.process, self.engine, self.fix = names, process, engine, fix
-        self.agreed: list[int] | None = None  # the order of the first pass
+        self.reference: list[int] | None = None  # the order of the first forward pass
         self.seen: list[int] = []
-        self.is_training = self.has_told = self.has_queued = False
+        self.is_training = self.has_warned = self.has_queued = False
 
     def begin(self, *_: Any) -> None:
         self.is_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -70,15 +70,13 @@ class _Order:
             return
         if self.is_training:
             self.seen.append(number)
-            if self.agreed is None:
+            if self.reference is None:
                 self.compare(number, "forward")
-            elif self.agreed[len(self.seen) - 1 : len(self.seen)] != [number]:
+            elif self.reference[len(self.seen) - 1 : len(self.seen)] != [number]:
                 self.warn(number)  # before the engine communicates
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.is_training and self.agreed is None:
+        if self.is_training and self.reference is None:
             reached: list[bool] = []
             for item in flatten(output)[0]:
                 if isinstance(item, torch.Tensor) and item.requires_grad:
@@ -89,7 +87,7 @@ class _Order:
             reached.append(True)
             if not self.has_queued:
                 self.has_queued = True
-                # torch's own way to do something at the end of a backward pass.
+                # torch's way to run a function at the end of a backward pass.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self.compare(number, "backward")
 
@@ -101,30 +99,30 @@ class _Order:
         if not self.is_training:
             return
         self.is_training = False
-        if self.agreed is None:
+        if self.reference is None:
             self.compare(len(self.names) - 1, "forward")
-            self.agreed = self.seen
-        elif len(self.seen) < len(self.agreed):
-            self.warn(self.agreed[len(self.seen)])
+            self.reference = self.seen
+        elif len(self.seen) < len(self.reference):
+            self.warn(self.reference[len(self.seen)])
 
     def warn(self, number: int) -> None:
-        if not self.has_told:
-            self.has_told = True
+        if not self.has_warned:
+            self.has_warned = True
             warn(
                 f"{self.engine}: a forward pass runs {self.names[number]} on process {self.process.rank} "
-                "otherwise than the first one did. All processes gather parameters and reduce gradients "
-                f"together: if not all of them do the same, weights become wrong. {self.fix}",
+                "differently than the first one did. All processes gather parameters and reduce gradients "
+                f"in the same collectives: if they do not all do the same, weights become wrong. {self.fix}",
                 about="process",
             )
 
     def compare(self, number: int, what: str) -> None:
         """Raise on all processes if they are at different modules."""
-        here = torch.tensor([number, -number], device=self.process.device)
-        dist.all_reduce(here, dist.ReduceOp.MAX)
-        last, first = int(here[0]), -int(here[1])
+        extremes = torch.tensor([number, -number], device=self.process.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        last, first = int(extremes[0]), -int(extremes[1])
         if first != last:
             raise RuntimeError(
                 f"{self.engine}: in {what}, some processes are at {self.names[first]} and others at "
                 f"{self.names[last]} (process {self.process.rank} at {self.names[number]}). All processes "
-                f"gather the parameters of such a module and reduce its gradients together. {self.fix}"
+                f"gather the parameters of such a module and reduce its gradients at once. {self.fix}"
             )

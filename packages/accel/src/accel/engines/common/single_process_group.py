@@ -1,4 +1,4 @@
-"""A process group for a single process that no launcher started, as sharded engines need one."""
+"""A process group for a single process without a launcher, which sharded engines need."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def ensure_process_group(process: ProcessInfo) -> None:
-    """Make a group of one process where none was launched.
+    """Create a process group of one process if there is none.
 
     Args:
         process: This process.
     """
     if process.world_size == 1 and not rendezvous.has_group():
         # Rank 0 of 1, on this machine too.
-        alone = CPUInformation(0, 1, 0, 1)
+        single = CPUInformation(0, 1, 0, 1)
         # In memory: a TCP store would need a free port, and a file store a folder.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        rendezvous.start(device_spec(process.device), alone, process.device, {"store": store})
+        rendezvous.start(device_spec(process.device), single, process.device, {"store": store})

@@ -69,7 +69,7 @@ def _send_values(tensors: Sequence[torch.Tensor], process: ProcessInfo) -> None:
     dist.all_reduce(can_send, dist.ReduceOp.MIN)
     for item, wanted in zip(tensors, can_send.tolist(), strict=True):
         if wanted:
-            # A copy on the process's device: backends move contiguous memory of their own devices alone.
+            # A copy on the process's device: backends only send contiguous memory of their own device.
             values = item.detach().to(process.device, copy=True).contiguous()
             dist.broadcast(values, 0)
             item.copy_(values)

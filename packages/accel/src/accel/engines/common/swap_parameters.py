@@ -1,4 +1,4 @@
-"""Optimizers made from a model's parameters, pointed to those that the model has after sharding."""
+"""Replacing the parameters of optimizers by those that the model has after sharding."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accel_ops.torch_compat import shard_replicated
 
 
 class ParameterMap:
-    """Which parameter took the place of which; forgets a parameter when nobody else has it."""
+    """Maps parameters to those that replaced them; references are weak."""
 
     def __init__(self) -> None:
         self._new = WeakIdKeyDictionary()
 
     def record(self, before: dict[torch.nn.Parameter, list[str]], model: torch.nn.Module) -> None:
-        """Note the present parameters of a model.
+        """Record the current parameters of a model.
 
         Args:
-            before: The names of each parameter that the model had.
+            before: The names of each parameter that the model had before.
             model: The model.
         """
         now = dict(model.named_parameters(remove_duplicate=False))
@@ -31,15 +31,15 @@ class ParameterMap:
                 self.add(old, now[names[0]])
 
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-        """Note that one parameter took the place of another."""
+        """Record that one parameter replaced another."""
         self._new[old] = new
 
     def contains(self, parameter: torch.Tensor) -> bool:
-        """Whether something took the place of a tensor."""
+        """Whether a tensor was replaced."""
         return parameter in self._new
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter that is used now."""
+        """The parameter that replaced the given one, or itself."""
         # A chain: fp8 conversion replaces a parameter that sharding replaces again.
         while parameter in self._new:
             parameter = self._new[parameter]
@@ -54,7 +54,7 @@ def swap_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tens
         current: Returns the trained parameter for one that the optimizer may have.
 
     Raises:
-        ValueError: If a group is fused and its parameters cannot be stepped together.
+        ValueError: If a group is fused and its parameters are on several meshes.
     """
     for group in optimizer.param_groups:
         old = list(group["params"])
@@ -63,7 +63,7 @@ def swap_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tens
         for before, now in zip(old, new, strict=True):
             if before is not now and before in optimizer.state:
                 optimizer.state[now] = _shard_state(optimizer.state.pop(before), now)
-        # In place: wrappers and schedulers of other libraries keep this very list.
+        # In place: wrappers and schedulers of other libraries keep this list object.
         group["params"][:] = new
 
 
@@ -72,31 +72,31 @@ def _shard_state(state: Any, parameter: torch.Tensor) -> Any:
 
 
 def shard_like(value: Any, parameter: torch.Tensor) -> Any:
-    """A whole tensor of a parameter's shape, in parts as the parameter is; other values as they are.
+    """Shard a full tensor of a parameter's shape like the parameter; return other values unchanged.
 
-    Every process has the whole tensor, so that nothing is communicated.
+    Every process has the full tensor, so nothing is communicated.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor) or value.shape != parameter.shape or not value.dim():
         return value
     local_device = parameter.to_local().device
-    whole = value.to(parameter.device_mesh.device_type)
-    parts = shard_replicated(whole, parameter.device_mesh, parameter.placements)
-    return parts if parts.device == local_device else parts.to(local_device)
+    full = value.to(parameter.device_mesh.device_type)
+    shard = shard_replicated(full, parameter.device_mesh, parameter.placements)
+    return shard if shard.device == local_device else shard.to(local_device)
 
 
 def _check_one_mesh(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-    """Step parameters one by one where they are on several meshes: no operation takes such lists."""
+    """Step parameters one by one if they are on several meshes: foreach operations do not take those."""
     kinds = {item.device_mesh if isinstance(item, DTensor) else None for item in parameters}
     if len(kinds) < 2:
         return
     if group.get("fused"):
         raise ValueError(
-            f"{type(optimizer).__name__}(fused=True): a parameter group holds sharded and whole parameters "
-            "(or parameters on several meshes), which no fused step takes together. Leave fused out, or put "
-            "the ones into a group of their own."
+            f"{type(optimizer).__name__}(fused=True): a parameter group has sharded and unsharded "
+            "parameters (or parameters on several meshes), which no fused step supports. Leave fused out, or "
+            "put them into separate groups."
         )
-    # One by one is slower, and right; a fused step is asked for by name, so that one is an error.
+    # One by one is slower, but correct; fused=True was requested explicitly, so that is an error.
     if "foreach" in group:
         group["foreach"] = False

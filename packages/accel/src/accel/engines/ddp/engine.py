@@ -25,7 +25,7 @@ _HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
 
 
 class DDPLoaders(Loaders):
-    """Every process has data of its own, and may have less of it than others."""
+    """Every process has its own data, and may have less of it than others."""
 
     engine: DDPEngine
 
@@ -38,7 +38,7 @@ class DDPLoaders(Loaders):
         """Torch's Join: a process out of data shadows the collectives of the others.
 
         Raises:
-            TypeError: If an object can take no part in it.
+            TypeError: If an object can does not participate in it.
         """
         members = [member for item in joinables if (member := _joinable(item)) is not None]
         return self._joined(members) if members else contextlib.nullcontext()

@@ -32,7 +32,7 @@ class PrepareInfo:
         batch_sizes: Samples per process and micro-batch, of the loaders prepared in the same call.
         known_batch_size: The same of loaders that were prepared before; None without any.
         num_steps: Micro-batches of an accumulation window.
-        num_processes: Processes with data of their own.
+        num_processes: Processes with their own data.
         scheduler_steps_per_step: Scheduler steps per optimizer step.
         device_type: Type of the device.
         mixed_precision: "bf16", "fp16" or "no".
@@ -66,7 +66,7 @@ def complete(plugin: DeepSpeedPlugin, info: PrepareInfo) -> dict[str, Any]:
     Raises:
         ValueError: If the configuration does not fit the objects; it lists every difference.
     """
-    # Each prepare fills "auto" in anew: after free_memory() the next loader may have other batches.
+    # Each prepare fills "auto" in again: after free_memory() the next loader may have other batches.
     plugin.forget_filled()
     # After forget_filled, which makes a precision that was filled in "auto" again.
     plugin.set_mixed_precision(info.mixed_precision)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints inside those of `save_state`, and whole states of what ZeRO-3 shards.
+"""DeepSpeed's own checkpoints inside those of `save_state`, and full states of what ZeRO-3 shards.
 
 pytorch_model/     weights, optimizer states and counters, each process its part
 latest             the name of that folder
@@ -129,7 +129,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def gather_full_state(engine: Any) -> dict[str, Any]:
-    """The whole weights on the main process; others take part and get an empty dict.
+    """The full weights on the main process; the others participate and get an empty dict.
 
     Args:
         engine: An engine of stage 3.
@@ -150,7 +150,7 @@ def gather_full_state(engine: Any) -> dict[str, Any]:
 
 
 class ShardedModel:
-    """A model of ZeRO-3 as checkpoints see it: with whole weights.
+    """A model of ZeRO-3 as checkpoints see it: with full weights.
 
     Args:
         engine: Its engine.
@@ -160,7 +160,7 @@ class ShardedModel:
         self.model = extract_model_from_parallel(engine, keep_torch_compile=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names and shapes of the whole weights; tied ones are one tensor, and values mean nothing."""
+        """Return names and shapes of the full weights; tied ones are one tensor, and values mean nothing."""
         tied: dict[int, torch.Tensor] = {}
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
@@ -171,10 +171,10 @@ class ShardedModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Load whole weights, of which each process keeps its part; one is whole at a time.
+        """Load full weights, of which each process keeps its part; one is whole at a time.
 
         Args:
-            state: Whole tensors by name; every process has them.
+            state: Full tensors by name; every process has them.
             strict: Whether names that are missing or unknown are an error.
 
         Raises:

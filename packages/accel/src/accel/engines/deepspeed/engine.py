@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.base.context import EngineContext, PrepareRequest
-from accel.engines.common.create_graph import refuse_create_graph
+from accel.engines.common.create_graph import reject_create_graph
 from accel.engines.common.standalone import parameters_of
 from accel.engines.deepspeed import checkpoint, gradients, ulysses, weights
 from accel.engines.deepspeed.auto_values import PrepareInfo, complete
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedStates(States):
-    """DeepSpeed's own checkpoint of what it trains, and whole states of what it shards."""
+    """DeepSpeed's own checkpoint of what it trains, and full states of what it shards."""
 
     engine: DeepSpeedEngine
 
@@ -72,18 +72,18 @@ class DeepSpeedStates(States):
             checkpoint.load(self.engine._driver.engine, folder, options)
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state; under stage 3 on the main process, and others get an empty dict."""
+        """The full state; under stage 3 on the main process, and others get an empty dict."""
         if checkpoint.is_sharded(model):
             return checkpoint.gather_full_state(model)
         return super().state_dict(model, unwrap)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model as a whole state is loaded into it."""
+        """The model as a full state is loaded into it."""
         return checkpoint.ShardedModel(model) if checkpoint.is_sharded(model) else model
 
 
 class DeepSpeedLoaders(Loaders):
-    """Every process has data of its own; sequence-parallel groups exchange it."""
+    """Every process has its own data; sequence-parallel groups exchange it."""
 
     engine: DeepSpeedEngine
 
@@ -164,7 +164,7 @@ class DeepSpeedGradients(Gradients):
         """
         if not gradients.in_parameters(self.engine._training.engine):
             raise ValueError(
-                f"clip_grad_value_: {self.engine.name} keeps gradients in parts of its own, and clips them "
+                f"clip_grad_value_: {self.engine.name} keeps gradients in its own parts, and clips them "
                 "by their norm alone. Use clip_grad_norm_, or zero_stage=0."
             )
         super().clip_value(parameters, clip_value)
@@ -251,7 +251,7 @@ class DeepSpeedEngine(Engine):
         if getattr(optimizer, "state", None):
             raise ValueError(
                 f"{type(optimizer).__name__} has a state already, which DeepSpeed would drop: it steps "
-                "parameters of its own. Prepare it before its first step; load_state restores what "
+                "its own parameters. Prepare it before its first step; load_state restores what "
                 "save_state wrote."
             )
         held = {id(item) for group in optimizer.param_groups for item in group["params"]}
@@ -317,7 +317,7 @@ class DeepSpeedEngine(Engine):
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
         gradients.reduce_alike(engine, self.context.process, self.name)
-        refuse_create_graph(engine.module, self.name)
+        reject_create_graph(engine.module, self.name)
         if self._groups is not None:
             gradients.count_parts_once(engine)
         self._driver = DeepSpeedEngineWrapper(engine, trained)
@@ -374,7 +374,7 @@ class DeepSpeedEngine(Engine):
         return engine
 
     def release(self) -> None:
-        """Take the engine's hooks off the model, and forget it; "auto" settings are filled in anew."""
+        """Take the engine's hooks off the model, and forget it; "auto" settings are filled in again."""
         if self._driver is not None:
             # Without it hooks on the model's modules keep the engine, and with it all optimizer states.
             self._driver.engine.destroy()

@@ -1,6 +1,6 @@
 """The gradients of one DeepSpeed engine between backward and step: their norm, clipping and scaling.
 
-Where they are depends on the stage. Stage 0 has them in `parameter.grad`; the others in parts of their own,
+Where they are depends on the stage. Stage 0 has them in `parameter.grad`; the others in their own parts,
 of which only the optimizer that DeepSpeed made knows. What is used of it below is no documented interface;
 the engine contract's tests compare every result with plain torch.
 """

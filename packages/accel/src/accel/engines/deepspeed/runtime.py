@@ -85,7 +85,7 @@ def started(process: ProcessInfo) -> Iterator[ModuleType]:
         process: This process.
     """
     deepspeed = load(process.device)
-    # DeepSpeed would look for MPI, or start a group of its own.
+    # DeepSpeed would look for MPI, or start its own group.
     ensure_process_group(process)
     _follow_group()
     if not env.is_set("LOCAL_RANK"):
@@ -109,7 +109,7 @@ def _follow_group() -> None:
 
 
 def forget_groups() -> None:
-    """Have DeepSpeed forget all groups; what it is asked next makes them anew."""
+    """Have DeepSpeed forget all groups; what it is asked next makes them again."""
     groups, comm = (
         cast("Any", sys.modules.get(f"deepspeed.{name}")) for name in ("utils.groups", "comm.comm")
     )

@@ -1,7 +1,7 @@
 """Sequence parallelism (Ulysses): a group of processes works on one batch, each on its part of the sequence.
 
 The implementation is DeepSpeed's: its attention exchanges heads for positions, and its loader adapter cuts
-batches. Every process reads batches of its own; a group works on those of its members one after the other.
+batches. Every process reads its own batches; a group works on those of its members one after the other.
 """
 
 from __future__ import annotations

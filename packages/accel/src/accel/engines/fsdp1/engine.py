@@ -63,29 +63,29 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class FSDP1Loaders(ShardedLoaders):
-    """Data for each process; all have a shard of the model."""
+    """Every process has its own data, and a shard of the model."""
 
     engine: FSDP1Engine
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All processes in a row of shards; for hybrid strategies, machines x the processes of one."""
+        """One axis of shards over all processes; for hybrid strategies, machines x processes per machine."""
         return self.engine._mesh
 
 
 class FSDP1Gradients(ShardedGradients):
-    """Gradients of flat parameters, beside those of others."""
+    """Gradients of flat parameters, and of others."""
 
     engine: FSDP1Engine
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward keeps whole gradients instead of reducing them."""
+        """A context whose backward accumulates full gradients instead of reducing them."""
         root = _root(model)
         return contextlib.nullcontext() if root is None else self.engine.gradient_sync.no_sync(root.no_sync())
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients of this window, reduced ones and those that are held back."""
-        # Gradients of parameters in flat ones are views of the flat ones' own: each would be scaled twice.
+        """Multiply the gradients of this window, reduced and unreduced ones."""
+        # Gradients of parameters inside flat ones are views of the flat gradient: they would be scaled twice.
         groups = flat.group_by_parameter(self.engine._models)
         others = [item for item in parameters if id(item) not in groups]
         norms.scale([*gradients_of(others), *flat.gradients(self.engine._models)], factor)
@@ -98,42 +98,41 @@ class FSDP1Gradients(ShardedGradients):
     def clip_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """As all engines that shard; gradients are in shards where parameters are."""
+        """As in all sharding engines; gradients are sharded where parameters are."""
         flat.reshard(self.engine._models)
         return super().clip_norm(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient, in shards."""
+        """Clip each gradient shard."""
         flat.reshard(self.engine._models)
         super().clip_value(parameters, clip_value)
 
 
 class FSDP1States(ShardedStates):
-    """Whole states, parts, or each process's own file, as the plugin's state_dict_type says."""
+    """Full, sharded or local states, depending on the plugin's state_dict_type."""
 
     engine: FSDP1Engine
 
     def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The wrapper, which knows the parts of all parameters."""
+        """The wrapper, which knows the shards of all parameters."""
         return _root(model) or super().state_root(model)
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state, on the first process of each machine; others take part and get an empty dict."""
+        """The full state, on the first process of each machine; all participate, others get an empty dict."""
         root = _root(model)
         if root is None:
             return super().state_dict(model, unwrap)
-        # One process of each machine: shared folders are written by the first, and others may have a disk of
-        # their own.
+        # One process of each machine: machines may not share a disk.
         keep = self.engine.context.process.is_local_main
-        whole = full_weights(root, self.engine._records[root], keep)
-        return whole if keep else {}
+        weights = full_weights(root, self.engine._records[root], keep)
+        return weights if keep else {}
 
     def is_shard(self, tensor: torch.Tensor) -> bool:
-        """Flat parameters, and those that lie in one."""
+        """Whether it is a flat parameter, or a view of one."""
         return flat.is_flattened(tensor)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model as a whole state is loaded into it."""
+        """The model, to load a full state into."""
         root = _root(model)
         return model if root is None else FlatFullStateModel(root, self.engine._records[root])
 
@@ -143,25 +142,25 @@ class FSDP1States(ShardedStates):
             check_saveable(optimizer, self.engine._models, self.engine.context.process)
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its whole state, which is gathered now, by all processes."""
+        """The optimizer with its full state, gathered now by all processes."""
         inner, root, names = self.engine._placed(optimizer)
         if root is None:
             return optimizer
         return FlatFullStateOptimizer.gathered(inner, root, names, self.engine.context.process.is_local_main)
 
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer as a whole state is loaded into it."""
+        """The optimizer, to load a full state into."""
         inner, root, names = self.engine._placed(optimizer)
         return optimizer if root is None else FlatFullStateOptimizer(inner, root, names)
 
-    # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
+    # LOCAL_STATE_DICT: each process reads and writes its own file, which no other process can use.
 
     @property
     def _is_local(self) -> bool:
         return self.engine.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
     def has_native_checkpoint(self, item: Any) -> bool:
-        """Whether an object goes into this process's own file: with LOCAL_STATE_DICT all that is in parts."""
+        """Whether an object goes into the local file: with LOCAL_STATE_DICT everything sharded."""
         if not self._is_local:
             return False
         return (
@@ -185,7 +184,7 @@ class FSDP1States(ShardedStates):
                 staging.write(values.encode(state, name), name)
 
     def check_native(self, names: Collection[str]) -> None:
-        """Reject a checkpoint that is not this engine's, or one of other parts.
+        """Reject a checkpoint of another engine, or with other shards.
 
         Raises:
             CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
@@ -200,7 +199,7 @@ class FSDP1States(ShardedStates):
         )
         if saved != size:
             raise CheckpointError(
-                f"The checkpoint has files of {saved} processes of their own, and "
+                f"The checkpoint has local files of {saved} processes, and "
                 f"state_dict_type='LOCAL_STATE_DICT' needs one for each of the {size} here. Load it on as "
                 "many, or with the type that it was saved with."
             )
@@ -209,26 +208,26 @@ class FSDP1States(ShardedStates):
         """Load this process's own file, with LOCAL_STATE_DICT.
 
         Raises:
-            Exception: If it does not fit; a CheckpointError where it does not for another process.
+            Exception: If it does not fit; CheckpointError if it does not fit on another process.
         """
         if self._is_local:
-            run_on_all_ranks(
-                lambda: self._load_local(folder), self.engine.context.process, "loading each process's part"
+            together(
+                lambda: self._load_local(folder), self.engine.context.process, "loading each process's shard"
             )
 
     def _load_local(self, folder: Path) -> None:
         name = file_names.local_state_file(self.engine.context.process.rank)
         state = values.decode(tensors.load(folder / name, map_location="cpu"))
-        # In the order of preparing, which is that of the file.
+        # In the order of `prepare`, as in the file.
         optimizers = [item for item in self.engine._optimizers if self.has_native_checkpoint(item)]
-        for root, part in zip(self.engine._records, state["models"], strict=True):
-            flat.load_local_state(root, part)
-        for optimizer, part in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(part)
+        for root, shard in zip(self.engine._records, state["models"], strict=True):
+            flat.load_local_state(root, shard)
+        for optimizer, shard in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(shard)
 
 
 class FSDP1Engine(ShardedEngine):
-    """Modules in wrappers that gather their parameters, which lie in one vector each, while they compute."""
+    """Modules in FSDP wrappers: each has one flat parameter, unsharded while the module computes."""
 
     gradients_type = FSDP1Gradients
     loaders_type = FSDP1Loaders
@@ -256,7 +255,7 @@ class FSDP1Engine(ShardedEngine):
         for model in fresh:
             check_no_shared_modules(model, taken)
         units = [set(members) for model in fresh for members in flat.members_of(model, self.groups_of(model))]
-        # Also those that were prepared before: the parameters of this model may be theirs.
+        # Also those prepared before: they may have parameters of this model.
         for optimizer in (*request.optimizers, *self._optimizers):
             if not self.plugin.use_orig_params:
                 check_stateless(optimizer, fresh)
@@ -275,12 +274,12 @@ class FSDP1Engine(ShardedEngine):
 
     @property
     def sends_weights(self) -> bool:
-        """As the plugin's sync_module_states says."""
+        """The plugin's sync_module_states."""
         return bool(self.plugin.sync_module_states)
 
     @property
     def needs_weights(self) -> bool:
-        """Where weights come from, unless param_init_fn makes them."""
+        """On the processes that weights come from, unless param_init_fn creates them."""
         return self.plugin.param_init_fn is None and (self.context.process.is_main or not self.sends_weights)
 
     def is_wrapped(self, model: torch.nn.Module) -> bool:
@@ -295,7 +294,7 @@ class FSDP1Engine(ShardedEngine):
         self.forget_groups(model)
         if self.context.precision.is_mixed:
             warn_of_upcast(model, *flat.upcast_groups(model, groups))
-        # Before wrapping: afterwards names have prefixes, and tied weights one name.
+        # Before wrapping: afterwards names have prefixes, and tied weights have one name.
         record, before = FlatRecord.of(model), aliases(model)
         # Checkpointing changes the forward that the wrappers call: parameters are gathered for the
         # second computation too.
@@ -311,8 +310,8 @@ class FSDP1Engine(ShardedEngine):
 
     def _sharding(self) -> flat.FlatSharding:
         plugin, device = self.plugin, self.context.process.device
-        device = device_spec(device).with_index(device)  # torch warns of a device without an index
-        policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
+        device = device_row(device).with_index(device)  # torch warns of a device without an index
+        policy = copy.copy(plugin)  # a copy: the precision is completed for this Accelerator
         if self.context.precision.is_mixed:
             policy.set_mixed_precision(self.context.precision.name)
         options = {
@@ -332,7 +331,7 @@ class FSDP1Engine(ShardedEngine):
         return flat.is_flattened(parameter)
 
     def swap_parameters(self, optimizer: Any) -> None:
-        """Give an optimizer the parameters that models have now, and its state their parts."""
+        """Replace the optimizer's parameters by those that models have now, and shard its state."""
         inner = getattr(optimizer, "optimizer", optimizer)
         self._flat_map.swap_parameters(inner)
         shard_states(inner, self._models)
@@ -343,7 +342,7 @@ class FSDP1Engine(ShardedEngine):
         """Run the backward pass, also where parameters were frozen or unfrozen inside a window.
 
         Raises:
-            RuntimeError: If weights are needed that an earlier backward pass has freed.
+            RuntimeError: If weights are needed that a previous backward pass has freed.
         """
         self.gradient_sync.before_backward()
         try:
@@ -359,12 +358,12 @@ class FSDP1Engine(ShardedEngine):
 
     def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
         """The wrapped model whose parameters an optimizer has."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        own = (root for root in self._records if held & {id(item) for item in root.parameters()})
-        return next(own, None)
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        roots = (root for root in self._records if ids & {id(item) for item in root.parameters()})
+        return next(roots, None)
 
     def _placed(self, optimizer: Any) -> tuple[Any, torch.nn.Module | None, list[list[str]]]:
-        """The optimizer itself, the model whose parameters it has, and their names in each group."""
+        """The unwrapped optimizer, the model whose parameters it has, and their names in each group."""
         inner = getattr(optimizer, "optimizer", optimizer)
         root = self._root_of(inner)
         if root is None:
@@ -383,13 +382,13 @@ def _check_offload(offload: CPUOffload, process: ProcessInfo) -> None:
     if offload.offload_params and process.device.type == "cpu":
         raise ValueError(
             "cpu_offload=True with fsdp_version=1 copies shards between an accelerator and the CPU, and this "
-            "process computes on the CPU, where they rest anyway. Leave cpu_offload out."
+            "process computes on the CPU, where they are anyway. Leave cpu_offload out."
         )
 
 
 def _make_mesh(strategy: ShardingStrategy, process: ProcessInfo) -> DeviceMesh:
     kind, size, local = process.device.type, process.world_size, process.local_world_size
-    # A mesh for plain sharding too: weights are passed on over its groups.
+    # A mesh for plain sharding too: weights are broadcast over its groups.
     if strategy not in _HYBRID:
         return init_device_mesh(kind, (size,), ("dp_shard",))
     if size % local:

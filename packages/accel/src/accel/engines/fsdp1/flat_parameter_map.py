@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class FlatParameterMap:
-    """Which parameter took the place of which, and what it was called.
+    """Maps original parameters to those that replaced them, with their original names.
 
-    Several parameters may have become one, a flat parameter. What nobody else holds is forgotten.
+    Several parameters may have become one flat parameter. References are weak.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class FlatParameterMap:
         self._original: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
 
     def record(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
-        """Note the present parameters of a model.
+        """Record the current parameters of a model.
 
         Args:
-            before: The names of each parameter that the model had.
+            before: The names of each parameter that the model had before.
             root: The wrapped model.
         """
         now = flat.owners_by_name(root)
@@ -44,7 +44,7 @@ class FlatParameterMap:
                 self._sizes[now[names[0]]] = self._sizes.get(now[names[0]], 0) + old.requires_grad
 
     def check(self, optimizer: Any) -> None:
-        """Reject an optimizer with some of the parameters in a flat parameter, which is stepped as a whole.
+        """Reject an optimizer with only some of the parameters in a flat one, which is stepped as one tensor.
 
         Raises:
             ValueError: If it has some in a group.
@@ -53,53 +53,53 @@ class FlatParameterMap:
             self.check_group(type(optimizer).__name__, group["params"])
 
     def check_group(self, whose: str, parameters: Iterable[torch.Tensor]) -> None:
-        """Reject a group with some of the parameters in a flat one.
+        """Reject a group with only some of the parameters in a flat one.
 
         Args:
-            whose: For the message.
+            whose: The name of the optimizer, for the message.
             parameters: The group's.
 
         Raises:
             ValueError: If it has some.
         """
         trained = [item for item in parameters if item.requires_grad and item in self._new]
-        for flattened in {self._new[item] for item in trained}:
-            held = sum(self._new[item] is flattened for item in trained)
-            _check_all_or_none(whose, held, self._sizes[flattened])
+        for flat_parameter in {self._new[item] for item in trained}:
+            count = sum(self._new[item] is flat_parameter for item in trained)
+            _check_all_or_none(whose, count, self._sizes[flat_parameter])
 
     def swap_parameters(self, optimizer: Any) -> None:
-        """Give an optimizer the present parameters, in place: groups, options and schedules stay."""
+        """Replace the parameters of an optimizer in place: groups, options and schedules stay."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if not any(parameter in self._new for group in groups for parameter in group):
             return
-        # Checkpoints number parameters as they were given, which the flat parameter does not show any more.
+        # Checkpoints number parameters in their original order, which a flat parameter does not have.
         if all(parameter in self._names for group in groups for parameter in group):
             self._original[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
         for group in optimizer.param_groups:
             group["params"][:] = dict.fromkeys(self._new.get(item, item) for item in group["params"])
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter that took the place of one."""
+        """The parameter that replaced the given one, or itself."""
         found: torch.Tensor = self._new.get(parameter, parameter)
         return found
 
     def in_original_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
-        """The names of each group in the order in which the user gave the parameters, where it is known."""
-        given = self._original.get(optimizer)
-        if given is not None and [*map(sorted, given)] == [*map(sorted, names)]:
-            return given
+        """The names of each group in the user's original order, if it is known."""
+        original = self._original.get(optimizer)
+        if original is not None and [*map(sorted, original)] == [*map(sorted, names)]:
+            return original
         return names
 
 
 def check_no_shared_modules(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
-    """Reject a model with modules whose parameters another model's flat ones have.
+    """Reject a model with modules that another prepared model has flattened.
 
     Args:
         model: The model.
-        taken: Those modules.
+        taken: The flattened modules.
 
     Raises:
-        ValueError: If it has some.
+        ValueError: If it has any.
     """
     for name, module in model.named_modules():
         if module in taken:
@@ -111,7 +111,7 @@ def check_no_shared_modules(model: torch.nn.Module, taken: Collection[torch.nn.M
 
 
 def check_saveable(optimizer: Any, models: Iterable[torch.nn.Module], process: ProcessInfo) -> None:
-    """Reject a state of some of the trained parameters in a flat one: torch saves that of all or none.
+    """Reject a state of only some trained parameters of a flat one: torch saves that of all or none.
 
     Every process must call it.
 
@@ -121,37 +121,37 @@ def check_saveable(optimizer: Any, models: Iterable[torch.nn.Module], process: P
         process: This process.
 
     Raises:
-        ValueError: If it steps some of them, or has a state for some.
+        ValueError: If it steps only some of them, or has a state for only some.
     """
-    held = {id(item) for group in optimizer.param_groups for item in group["params"]}
+    ids = {id(item) for group in optimizer.param_groups for item in group["params"]}
     for _, handle in flat.fsdp_units(models):
-        # Only there with use_orig_params; without, the flat parameter itself is stepped.
+        # Only with use_orig_params; without it the flat parameter itself is stepped.
         members = [item for item in handle.flat_param._params or () if item.requires_grad]
-        count = sum(id(item) in held for item in members)
+        count = sum(id(item) in ids for item in members)
         if count not in (0, len(members)):
             raise ValueError(
                 f"save_state: {type(optimizer).__name__} has {count} of {len(members)} trained parameters "
-                "that fsdp_version=1 lays into one vector, and torch saves the state of all of them or none. "
-                "Wrap them apart (auto_wrap_policy), give them to one optimizer, or set fsdp_version=2."
+                "that fsdp_version=1 flattens into one vector, and torch saves the state of all or none. "
+                "Wrap them separately (auto_wrap_policy), give them to one optimizer, or set fsdp_version=2."
             )
         if not count:
             continue
-        # A process has no state of what has no part in its shard.
+        # A process has no state of parameters that are not in its shard.
         has_state = torch.tensor([item in optimizer.state for item in members], dtype=torch.uint8)
         has_state = has_state.to(process.device)
-        # On all processes, as all have to raise, or none.
+        # All processes have to raise, or none.
         dist.all_reduce(has_state, dist.ReduceOp.MAX)
         num_stepped = int(has_state.sum())
         if num_stepped not in (0, len(members)):
             raise ValueError(
                 f"save_state: {type(optimizer).__name__} has stepped {num_stepped} of {len(members)} trained "
-                "parameters that fsdp_version=1 lays into one vector, and torch saves the state of all of "
-                "them or none. Save after the first step with what was unfrozen, or set fsdp_version=2."
+                "parameters that fsdp_version=1 flattens into one vector, and torch saves the state of all "
+                "or none. Save after the first step with the unfrozen ones, or set fsdp_version=2."
             )
 
 
 def check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
-    """Reject a state that would have to be cut as parameters are that torch has flattened."""
+    """Reject an optimizer state that would have to be flattened and sharded like the parameters."""
     new = {parameter for model in fresh for parameter in model.parameters()}
     if any(parameter in optimizer.state for parameter in new):
         raise ValueError(
@@ -162,17 +162,17 @@ def check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
 
 
 def check_group_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
-    """Reject groups of an optimizer that cut through a flat parameter."""
+    """Reject optimizer groups with only some of the parameters of one wrapped module."""
     for unit in units:
         trained = {parameter for parameter in unit if parameter.requires_grad}
         for group in optimizer.param_groups:
-            held = len(trained & set(group["params"]))
-            _check_all_or_none(type(optimizer).__name__, held, len(trained))
+            count = len(trained & set(group["params"]))
+            _check_all_or_none(type(optimizer).__name__, count, len(trained))
 
 
-def _check_all_or_none(whose: str, held: int, size: int) -> None:
-    if held not in (0, size):
+def _check_all_or_none(whose: str, count: int, size: int) -> None:
+    if count not in (0, size):
         raise ValueError(
-            f"{whose} has a group with {held} of {size} parameters that fsdp_version=1 "
-            "lays into one vector, which is stepped as a whole. Set use_orig_params=True, or fsdp_version=2."
+            f"{whose} has a group with {count} of {size} parameters that fsdp_version=1 flattens into "
+            "one vector, which is stepped as one tensor. Set use_orig_params=True, or fsdp_version=2."
         )

@@ -1,8 +1,8 @@
-"""Parameters that are frozen or unfrozen while they train, where they lie in flat ones.
+"""Parameters inside flat ones that are frozen or unfrozen during training.
 
-With `use_orig_params` torch computes the gradient of a flat parameter as a whole, also of members that are
-frozen, and drops these members' part when the window ends (torch 2.6 to 2.13). So a member that is unfrozen
-inside a window would get gradients from before, and one that is frozen there would lose those it has.
+With `use_orig_params` torch computes the full gradient of a flat parameter, including frozen members, and
+drops the gradients of these when the window ends (torch 2.6 to 2.13). So a member that is unfrozen inside a
+window would get gradients from before, and one that is frozen there would lose its gradients.
 
 A forward pass whose loss is dropped leaves the hooks of its backward pass to the next one, which fails inside
 torch where a flat parameter was frozen or unfrozen between them.
@@ -26,10 +26,10 @@ class Freezing:
         self._trained: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
 
     def follow(self, models: Iterable[torch.nn.Module]) -> None:
-        """Drop what a window gathered of members that were frozen until now; call it before each backward.
+        """Drop gradients of members that were frozen until now; called before each backward.
 
         Raises:
-            ValueError: If a window has gradients of members that are frozen now, beside trained ones.
+            ValueError: If the window has gradients of members that are frozen now, next to trained ones.
         """
         for module, handle in fsdp_units(models):
             members = handle.flat_param._params
@@ -39,7 +39,7 @@ class Freezing:
             before = self._trained.get(module)
             if before is not None and before != now and is_unreduced(handle):
                 _check(handle, [was and not is_ for was, is_ in zip(before, now, strict=True)])
-                # Views of the whole gradient, one for each member (private in torch).
+                # Views of the full gradient, one for each member (private in torch).
                 views = handle._get_unflat_views(handle.flat_param.grad)
                 for view, was in zip(views, before, strict=True):
                     if not was:
@@ -64,12 +64,12 @@ class Freezing:
 
 
 def check_hooks_of_shards(handles: Iterable[Any], model: torch.nn.Module, args: Any) -> None:
-    """Reject hooks on parameters that were registered after prepare: nothing calls them.
+    """Reject hooks on parameters that were registered after prepare: they would not be called.
 
     Args:
-        handles: Those of the model's flat parameters.
-        model: The wrapper that trains; with the first argument bound it is a hook before its forward pass.
-        args: Of the forward pass.
+        handles: The handles of the model's flat parameters.
+        model: The wrapper; with the first argument bound this is a forward pre-hook.
+        args: The arguments of forward.
 
     Raises:
         ValueError: If there are any.
@@ -85,13 +85,13 @@ def check_hooks_of_shards(handles: Iterable[Any], model: torch.nn.Module, args: 
                 )
 
 
-def drop_hooks_of_others(handles: Iterable[Any], model: torch.nn.Module, args: Any) -> None:
-    """Drop hooks for a backward pass of what was trained before, and is frozen now, or the reverse.
+def drop_stale_hooks(handles: Iterable[Any], model: torch.nn.Module, args: Any) -> None:
+    """Drop stale backward hooks of flat parameters that were frozen or unfrozen since.
 
     Args:
-        handles: Those of the model's flat parameters.
-        model: The wrapper that trains; with the first argument bound it is a hook before its forward pass.
-        args: Of the forward pass.
+        handles: The handles of the model's flat parameters.
+        model: The wrapper; with the first argument bound this is a forward pre-hook.
+        args: The arguments of forward.
     """
     for handle in handles:
         flat = handle.flat_param

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.engines.common.create_graph import refuse_create_graph
+from accel.engines.common.create_graph import reject_create_graph
 from accel.engines.common.gradient_sync import ShardedGradientSync
 from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.fsdp1 import flat
-from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_hooks_of_others
+from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_stale_hooks
 
 if TYPE_CHECKING:
     from accel.engines.fsdp1.flat_parameter_map import FlatParameterMap
@@ -35,12 +35,11 @@ class FlatGradientSync(ShardedGradientSync):
     def add(self, model: torch.nn.Module) -> None:
         """Register a wrapped model."""
         self._models[model] = None
-        handles = [
-            handle for _, handle in flat.fsdp_units([model])
-        ]  # found once: a forward pass walks no modules
+        # Once, and not in each forward pass.
+        handles = [handle for _, handle in flat.fsdp_units([model])]
         model.register_forward_pre_hook(partial(check_hooks_of_shards, handles))
-        model.register_forward_pre_hook(partial(drop_hooks_of_others, handles))
-        refuse_create_graph(model, "fsdp1")
+        model.register_forward_pre_hook(partial(drop_stale_hooks, handles))
+        reject_create_graph(model, "fsdp1")
         check_same_order(model, flat.units_by_name(model), self._process, "fsdp1", FSDP_FIX)
 
     def trained_parameter(self, parameter: torch.Tensor) -> torch.Tensor:

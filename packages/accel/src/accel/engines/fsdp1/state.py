@@ -1,8 +1,7 @@
-"""Whole states of models in FullyShardedDataParallel (version 1), and of their optimizers.
+"""Full states of models in FullyShardedDataParallel (version 1), and of their optimizers.
 
-torch gathers and shards by names, by which states of optimizers are saved too; checkpoints of one process
-number the parameters, in the order in which they were given. What a model was called before it was wrapped
-says which is which.
+torch gathers, shards and saves optimizer states by parameter names; checkpoints of one process number the
+parameters in their original order. The names from before wrapping map one to the other.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class FlatRecord:
     """Names and shapes of a model before it was wrapped.
 
     Attributes:
-        state: Names and shapes of its state dict, in order; tied weights are one tensor, and values mean
-            nothing.
+        state: Names and shapes of its state dict, in order; tied weights are one tensor, and values are
+            undefined.
         names: Each parameter's first name, in order.
     """
 
@@ -46,26 +45,26 @@ class FlatRecord:
 
 
 def full_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict[str, Any]:
-    """Gather a model's whole state, as it was called before; every process calls it.
+    """Gather a model's full state, under its original names; every process calls it.
 
     Args:
         root: The wrapped model.
-        record: What it was before.
-        keep: Whether this process gets the tensors; others get None in their places.
+        record: Its record from before wrapping.
+        keep: Whether this process gets the tensors; others get None instead.
     """
     with suppress_torch_warnings():
         state = get_model_state_dict(root)
     # Tied weights are one tensor in the record, and torch's state has each under its first name.
     first: dict[int, str] = {}
-    parts = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
-    whole: dict[str, Any] = gather_full_state(parts, keep)
-    return whole
+    named = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
+    full: dict[str, Any] = gather_full_state(named, keep)
+    return full
 
 
-def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
+def group_namess(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
     """The names of the parameters in each group of an optimizer.
 
-    Those in a flat parameter are in the order of the plain model: it is not known how they were given.
+    Those in a flat parameter are in the order of the original model: the user's order is not known.
 
     Raises:
         ValueError: If a parameter is not the model's.
@@ -81,7 +80,7 @@ def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -
         if not all(lists):
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of several models, or of none that is prepared. "
-                "fsdp_version=1 saves the state of optimizers of one model alone: make one for each, or set "
+                "fsdp_version=1 saves the state only of optimizers of one model: make one for each, or set "
                 "fsdp_version=2."
             )
         names = [name for names in lists for name in names]
@@ -89,17 +88,17 @@ def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -
     return groups
 
 
-def _own(value: Any) -> Any:
-    """A count of steps is one tensor for all parameters in a flat parameter: each gets its own."""
+def _copied_scalar(value: Any) -> Any:
+    """Copy a step count, which all parameters in a flat one share, so that each has its own."""
     return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
 
 
 class FlatFullStateModel:
-    """A wrapped model as checkpoints see it: with whole weights, as it was called before.
+    """A wrapped model that saves and loads full weights under its original names.
 
     Args:
         root: The wrapped model.
-        record: What it was before.
+        record: Its record from before wrapping.
     """
 
     def __init__(self, root: torch.nn.Module, record: FlatRecord) -> None:
@@ -107,30 +106,30 @@ class FlatFullStateModel:
         self.record = record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names and shapes of the whole weights; values mean nothing."""
+        """Return names and shapes of the full weights; values are undefined."""
         return dict(self.record.state)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
-        """Load whole weights, of which each process keeps its part.
+        """Load full weights, of which each process keeps its shard.
 
         Args:
-            state: Whole tensors by name.
-            strict: Whether names that are missing or too many are an error.
+            state: Full tensors by name.
+            strict: Whether missing and unexpected names are an error.
         """
         options = StateDictOptions(full_state_dict=True, strict=strict)
-        # dict(): torch's function takes entries out of the state that it is given.
+        # A copy: torch's function removes entries from it.
         return set_model_state_dict(self.root, dict(state), options=options)
 
 
 class FlatFullStateOptimizer:
-    """An optimizer of a wrapped model as checkpoints see it: with the state that one process would have,
+    """An optimizer of a wrapped model that saves and loads its full state, as one process would have it;
     saved by names and loaded by numbers.
 
     Args:
         optimizer: The optimizer.
         root: The wrapped model.
         names: The names of the parameters in each group, in the order in which one process numbers them.
-        state: The state by names, with whole tensors.
+        state: The state by names, with full tensors.
     """
 
     def __init__(
@@ -149,15 +148,15 @@ class FlatFullStateOptimizer:
     def gathered(
         cls, optimizer: Any, root: torch.nn.Module, names: list[list[str]], keep: bool
     ) -> FlatFullStateOptimizer:
-        """With the whole state, which all processes gather now; those that do not keep it have no tensors."""
+        """Create it with the full state, which all processes gather now; without `keep`, without tensors."""
         return cls(optimizer, root, names, gather_full_state(state_to_save(root, optimizer), keep))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gathered state, with names in the order in which parameters were given."""
+        """Return the gathered state, with names in the original order of parameters."""
         assert self.state is not None, "it was gathered for saving"
         order = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state = {
-            name: {key: _own(value) for key, value in values.items()}
+            name: {key: _copied_scalar(value) for key, value in values.items()}
             for name, values in sorted(self.state["state"].items(), key=lambda item: order[item[0]])
             # A parameter without a state has an empty entry in torch's, and none in that of one process.
             if values
@@ -169,10 +168,10 @@ class FlatFullStateOptimizer:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a whole state, of which each process keeps its part.
+        """Load a full state, of which each process keeps its shard.
 
         Args:
-            state: As an optimizer over whole parameters has it, numbered in the order of the groups.
+            state: As an optimizer over full parameters has it, numbered in the order of the groups.
 
         Raises:
             ValueError: If its groups are others than the optimizer's, or some of the parameters in a flat
@@ -186,14 +185,15 @@ class FlatFullStateOptimizer:
             )
         names = {
             number: name
-            for group, own in zip(state["param_groups"], self.names, strict=True)
-            for number, name in zip(group["params"], own, strict=True)
+            for group, group_names in zip(state["param_groups"], self.names, strict=True)
+            for number, name in zip(group["params"], group_names, strict=True)
         }
         named: dict[str, Any] = {
             # torch's functions for the states of sharded models take names.
             "state": {names[number]: values for number, values in state["state"].items()},
             "param_groups": [
-                {**group, "params": own} for group, own in zip(state["param_groups"], self.names, strict=True)
+                {**group, "params": group_names}
+                for group, group_names in zip(state["param_groups"], self.names, strict=True)
             ],
         }
         set_state(self.root, self.optimizer, named, full=True)

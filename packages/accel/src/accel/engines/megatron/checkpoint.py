@@ -33,7 +33,7 @@ def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    # Where it is missing, a writer of megatron-core dies, and this waits for ever.
+    # Where it is missing, a writer of megatron-core dies, and this waits forever.
     require("psutil", "megatron")
     state = _sharded(model, with_optimizer=not plugin.no_save_optim)
     core("dist_checkpointing").save(state | {"arrangement": _arrangement()}, str(target))
@@ -69,7 +69,7 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     # First, and by itself: what is asked for below depends on it.
     saved = checkpoints.load_common_state_dict(source).get("arrangement")
     if saved != _arrangement():
-        # Each process has generators of its own, which mean nothing to other parts of the model.
+        # Each process has its own generators, which mean nothing to other parts of the model.
         del wanted["random"]
         warn(
             f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, and they are {_arrangement()} "

@@ -103,7 +103,7 @@ class MegatronLMDummyDataLoader:
             kind = getattr(found, config)
             given = {"sequence_length": args["seq_length"], **_flags(kind, plugin), **self._renamed()}
             builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
-            # The function says on which ranks datasets are built: on all, as each reads samples of its own.
+            # The function says on which ranks datasets are built: on all, as each reads its own samples.
             return builder(getattr(found, dataset), numbers, lambda: True, kind(**given)).build()
 
         return provide

@@ -143,7 +143,7 @@ class MegatronLMStates(States):
         )
 
     def has_all_names(self, model: torch.nn.Module) -> bool:
-        """Not of its own model, whose layers are shared out over a pipeline."""
+        """Its own Not model, whose layers are shared out over a pipeline."""
         return model is not self.engine._model
 
     def has_native_checkpoint(self, item: Any) -> bool:
@@ -253,7 +253,7 @@ class MegatronLMEngine(Engine):
         if plugin.custom_model_provider_function is None:
             plugin.set_network_size_args(request.models[0])
         warn(
-            "Megatron-LM builds a model of its own from the configuration of "
+            "Megatron-LM builds its own model from the configuration of "
             f"{type(request.models[0]).__name__}, "
             "whose weights are not used. load_state restores what save_state wrote under Megatron-LM.",
         )
@@ -311,7 +311,7 @@ class MegatronLMEngine(Engine):
         _check_stand_in(scheduler)
         if self._optimizer is None:
             raise ValueError("Pass MegatronLMDummyScheduler to the same call of prepare() as its optimizer.")
-        self.plugin.set_scheduler_args(scheduler)  # again, or for the first time in a call of its own
+        self.plugin.set_scheduler_args(scheduler)  # again, or for the first time in its own call
         args = self.plugin.megatron_lm_default_args
         schedule = build_schedule(self._optimizer.optimizer, args)
         return MegatronLMSchedulerWrapper(

@@ -57,7 +57,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     def clip_by(self, max_norm: float) -> None:
         """Have the next step clip gradients by their norm."""
         self.optimizer.config.clip_grad = max_norm
-        # With experts or virtual stages it is a chain, whose members have configurations of their own.
+        # With experts or virtual stages it is a chain, whose members have their own configurations.
         for part in getattr(self.optimizer, "chained_optimizers", ()):
             part.config.clip_grad = max_norm
 
@@ -176,7 +176,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         return None if args.get(iters) is None else args[iters] * batch
 
     train = samples("train_iters", "train_samples")
-    # As in Megatron-LM: without a length of its own the schedule lasts as long as training.
+    # As in Megatron-LM: without its own length the schedule lasts as long as training.
     decay = samples("lr_decay_iters", "lr_decay_samples") or train
     if decay is None:
         raise ValueError(

@@ -70,7 +70,7 @@ def check_transformer_engine(plugin: Any) -> None:
     if is_package_available("transformer_engine"):
         return
     names = ["use_precision_aware_optimizer"] if plugin.use_precision_aware_optimizer else []
-    if plugin.custom_model_provider_function is None:  # others have layers of their own
+    if plugin.custom_model_provider_function is None:  # others have their own layers
         names += ["sequence_parallelism"] if plugin.sequence_parallelism else []
         names += ["context_parallel_size"] if (plugin.context_parallel_size or 1) > 1 else []
         names += ["attention_backend"] if plugin.attention_backend in ("flash", "fused") else []

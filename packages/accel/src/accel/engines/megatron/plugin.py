@@ -108,7 +108,7 @@ class MegatronLMPlugin:
             `custom_train_step_class(accelerator, args, **custom_train_step_kwargs)`.
         custom_train_step_kwargs: See there.
         custom_model_provider_function: Called as `(pre_process, post_process)`; returns this process's part
-            of a megatron-core model, with a configuration of its own.
+            of a megatron-core model, with its own configuration.
         custom_prepare_model_function: Called with the list of this process's model parts before they are
             wrapped; returns such a list.
         custom_megatron_datasets_provider_function: Called with the numbers of training, validation and test
@@ -348,7 +348,7 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     if len(rates) > 1:
         raise ValueError(
             f"{type(optimizer).__name__} has groups with different learning rates ({sorted(rates)}), and "
-            "Megatron-LM makes groups of its own. Give scale_lr_cond and lr_mult to MegatronLMPlugin."
+            "Megatron-LM makes its own groups. Give scale_lr_cond and lr_mult to MegatronLMPlugin."
         )
     first = groups[0]
     # The largest decay: megatron-core itself makes the groups without any.

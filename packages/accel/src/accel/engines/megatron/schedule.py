@@ -100,7 +100,7 @@ class MegatronEngine(torch.nn.Module):
     def _clear(self) -> None:
         assert self.optimizer is not None, "it is training"
         for part in self.parts:
-            # megatron-core's DDP adds gradients up in buffers of its own, which `zero_grad` of the optimizer
+            # megatron-core's DDP adds gradients up in its own buffers, which `zero_grad` of the optimizer
             # leaves.
             part.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()

@@ -1,6 +1,6 @@
-"""Whole tensors that `fully_shard` keeps: gradients that are reduced later, and gathered parameters.
+"""Full tensors that `fully_shard` keeps: unreduced gradients and unsharded parameters.
 
-The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.15).
+The only module that reads torch's private state of `fully_shard` (torch 2.6 to 2.15).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 @contextlib.contextmanager
 def no_sync(model: FSDPModule) -> Iterator[None]:
-    """Keep whole gradients on their process, to be reduced by the first backward outside of the context."""
-    # Torch's own switch; it holds for the whole tree of modules.
+    """Keep full gradients unreduced, until the first backward pass outside of the context."""
+    # torch's documented switch, for the module and all modules inside it.
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -30,7 +30,7 @@ def no_sync(model: FSDPModule) -> Iterator[None]:
 
 
 def reduce_gradients(model: FSDPModule) -> None:
-    """Reduce the gradients that are held back, as a backward pass outside of `holding` does at its end."""
+    """Reduce unreduced gradients, as a backward pass outside of `no_sync` does at its end."""
     modules = cast("torch.nn.Module", model).modules()
     units = [unit for unit in modules if isinstance(unit, FSDPModule)]
     if any(True for _ in unreduced_gradients(units)):
@@ -38,15 +38,14 @@ def reduce_gradients(model: FSDPModule) -> None:
         # torch 2.15 asserts that a backward pass has set it.
         if hasattr(state._state_ctx, "manual_backward_finalization_active"):
             state._state_ctx.manual_backward_finalization_active = False
-        # What torch queues in backward: it reduces what is there, part by part, and waits for it.
+        # What torch queues in backward: it reduces all gradients, unit by unit, and waits for them.
         state._root_post_backward_final_callback()
 
 
 def reduce_unused(unit: FSDPModule) -> None:
-    """Have torch 2.6 reduce, at the end of a backward pass, what parts hold that took no part in it.
+    """Make torch 2.6 reduce, at the end of a backward pass, gradients of units that it did not reach.
 
-    Later versions do so themselves. On CPUs 2.6 also fails on what was gathered for nothing, by waiting on
-    CUDA.
+    Later versions do so themselves. On CPUs 2.6 also fails on unused all-gathers, by waiting on CUDA.
     """
     state: Any = unit._get_fsdp_state()
     state._root_post_backward_final_callback = partial(_finish_backward, weakref.ref(state))
@@ -67,14 +66,14 @@ def _finish_backward(reference: weakref.ref[Any]) -> None:
 
 
 def reduce_unused_as_zeros(unit: FSDPModule, unused: list[Any]) -> None:
-    """Have parameters that a backward pass does not use here be reduced as zeros: others may use them.
+    """Reduce zeros for parameters that a backward pass does not use here: other ranks may use them.
 
-    torch reduces what has a gradient on this process with what has one on the next, whichever these are. Its
-    own `set_reduce_scatter_unused_params` (2.13) leaves zeros where no process used a parameter.
+    torch reduces the parameters that have gradients, which may be different ones on each process. Its
+    `set_reduce_scatter_unused_params` (2.13) leaves zeros where no process used a parameter.
 
     Args:
         unit: A module that shards parameters.
-        unused: Where those are noted, for `drop_unused`.
+        unused: The list to add them to, for `drop_unused`.
     """
     for group in _groups(unit):
         group.post_backward = partial(_post_backward, weakref.ref(group), unused)
@@ -83,12 +82,12 @@ def reduce_unused_as_zeros(unit: FSDPModule, unused: list[Any]) -> None:
 def _post_backward(reference: weakref.ref[Any], unused: list[Any], *_: Any) -> None:
     group: Any = reference()
     has_gradient = [_unreduced(parameter) is not None for parameter in group.fsdp_params]
-    # Other processes may use parameters of a module whose output alone has a gradient here.
-    has_part = group._training_state == TrainingState.PRE_BACKWARD or any(has_gradient)
-    if group.reduce_grads and has_part:
+    # Other processes may use parameters of a module of which only the output has a gradient here.
+    is_reached = group._training_state == TrainingState.PRE_BACKWARD or any(has_gradient)
+    if group.reduce_grads and is_reached:
         for parameter, has in zip(group.fsdp_params, has_gradient, strict=True):
             if not has and parameter.sharded_param.requires_grad:
-                # Zeros with a sign: a sum is -0.0 only where no process adds another number.
+                # Negative zeros: the sum is -0.0 only if no process adds another number.
                 parameter._unsharded_param.grad = torch.full_like(parameter._unsharded_param, -0.0)
                 unused.append(parameter)
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
@@ -100,15 +99,15 @@ def _post_backward(reference: weakref.ref[Any], unused: list[Any], *_: Any) -> N
 
 
 def move_hooks(unit: FSDPModule, hooks_of: Mapping[int, Any]) -> None:
-    """Call the hooks of shards, those registered later too, with the gradient of the whole parameter.
+    """Call the hooks of shards, also those registered later, with the gradient of the full parameter.
 
     Args:
         unit: A module that shards parameters.
-        hooks_of: The hooks of the parameters before, by the `id` of the shard that took each one's place.
+        hooks_of: The hooks of the original parameters, by the `id` of the shard that replaced each.
     """
     for parameter in sharded_parameters(unit):
         if hooks := hooks_of.get(id(parameter.sharded_param)):
-            parameter.sharded_param._backward_hooks = hooks  # the same dict, so that handles can remove them
+            parameter.sharded_param._backward_hooks = hooks  # the same dict: handles can still remove them
         parameter.init_unsharded_param = partial(_init_with_hooks, weakref.ref(parameter))
 
 
@@ -122,7 +121,7 @@ def _init_with_hooks(reference: weakref.ref[Any]) -> None:
 
 
 def drop_unused(unused: list[Any]) -> None:
-    """Drop the gradients of parameters that no process has used, as they have none on one process."""
+    """Drop the gradients of parameters that no process has used, as on one process."""
     for parameter in unused:
         gradient = parameter.sharded_param.grad
         if gradient is not None and not _is_empty_somewhere(parameter):
@@ -133,15 +132,15 @@ def drop_unused(unused: list[Any]) -> None:
 
 
 def _is_empty_somewhere(parameter: Any) -> bool:
-    """Whether some process has no element, and so cannot see if there is a gradient: all keep zeros then."""
-    whole, shards = parameter._unsharded_param, getattr(parameter.mesh_info, "shard_mesh_size", 1)
-    local = whole.to_local() if isinstance(whole, DTensor) else whole
+    """Whether some process has no elements, so that it cannot tell if there is a gradient: all keep zeros."""
+    full, shards = parameter._unsharded_param, getattr(parameter.mesh_info, "shard_mesh_size", 1)
+    local = full.to_local() if isinstance(full, DTensor) else full
     length = local.shape[parameter.fsdp_placement.dim]
     return bool(-(-length // shards) * (shards - 1) >= length)
 
 
 def unreduced_gradients(units: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The gradients that are kept whole for the window's end, with what `fully_shard` knows of each."""
+    """The unreduced full gradients, each with the state that `fully_shard` keeps of its parameter."""
     for unit in units:
         for parameter in sharded_parameters(unit):
             if (gradient := _unreduced(parameter)) is not None:
@@ -149,7 +148,7 @@ def unreduced_gradients(units: Iterable[FSDPModule]) -> Iterator[tuple[Any, torc
 
 
 def drop_gradients(units: Iterable[FSDPModule], wanted: Collection[int] | None = None) -> None:
-    """Drop whole gradients that are kept for the window's end.
+    """Drop unreduced gradients.
 
     Args:
         units: The modules that shard parameters.
@@ -157,8 +156,8 @@ def drop_gradients(units: Iterable[FSDPModule], wanted: Collection[int] | None =
     """
     for parameter, _ in unreduced_gradients(units):
         if wanted is None or id(parameter.sharded_param) in wanted:
-            # Both places: in another dtype for reduction torch moves the gradient to the first, else it stays
-            # in the second. torch 2.15 always leaves it there.
+            # Both places: with a separate reduction dtype torch moves the gradient to the first, otherwise it
+            # stays in the second. torch 2.15 always leaves it there.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -166,25 +165,25 @@ def drop_gradients(units: Iterable[FSDPModule], wanted: Collection[int] | None =
 
 
 def patch_zero_grad(model: FSDPModule) -> None:
-    """Have `model.zero_grad()` drop also the whole gradients that are kept."""
+    """Make `model.zero_grad()` drop unreduced gradients too."""
     model.zero_grad = partial(_zero_grad, weakref.ref(model))  # type: ignore[attr-defined]
 
 
 def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
     model: Any = reference()
-    # The class's method, as the instance's is this function; weakly bound, so that the model can be freed.
+    # The class's method, as the instance's is this function; weakly bound: the model can be freed.
     type(model).zero_grad(model, set_to_none)
     drop_gradients(unit for unit in model.modules() if isinstance(unit, FSDPModule))
 
 
 def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
-    """The state that `fully_shard` keeps of each parameter that a module shards by itself."""
+    """The state that `fully_shard` keeps of each parameter in the groups of a module."""
     for group in _groups(module):
         yield from group.fsdp_params
 
 
 def _groups(module: FSDPModule) -> Any:
-    """The parameters that a module shards by itself, as they are gathered together."""
+    """The parameter groups of a module; each is gathered at once."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12 has one group at most
@@ -195,34 +194,34 @@ def _groups(module: FSDPModule) -> Any:
 def unsharded_parameters(
     units: Iterable[FSDPModule],
 ) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Whole parameters, each with the sharded one whose place it takes from forward to backward."""
+    """Unsharded parameters, each with the shard that it replaces between forward and backward."""
     for unit in units:
         for parameter in sharded_parameters(unit):
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None:
-                yield whole, parameter.sharded_param
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                yield unsharded, parameter.sharded_param
 
 
 def reshard(units: Iterable[FSDPModule]) -> None:
-    """Put shards in place of gathered parameters: what is still gathered misses an optimizer's step.
+    """Replace unsharded parameters by their shards: otherwise they would miss the optimizer's step.
 
-    What no optimizer steps may stay gathered.
+    Frozen ones may stay unsharded.
     """
     for unit in units:
-        _freeze_as_shown(unit)
+        _copy_requires_grad(unit)
         if any(parameter.sharded_param.requires_grad for parameter in sharded_parameters(unit)):
             unit.reshard()
 
 
 def reshard_after_evaluation(unit: FSDPModule, keeps_frozen: bool) -> None:
-    """Free a module's parameters after a forward pass that no backward pass follows: torch does not.
+    """Reshard a module after a forward pass without a backward pass: torch does not.
 
-    A module that was evaluated would otherwise go on showing whole parameters, and what a user does to these
-    (giving them to an optimizer, averaging them) would not reach the shards.
+    Otherwise an evaluated module keeps unsharded parameters, and changes to these (by an optimizer, or by
+    averaging weights) do not reach the shards.
 
     Args:
-        unit: A module that stays gathered after forward.
-        keeps_frozen: Whether it stays so where nothing in it is trained, to be gathered once.
+        unit: A module that stays unsharded after forward.
+        keeps_frozen: Whether it stays so if all of it is frozen, to be gathered only once.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -238,19 +237,20 @@ def reshard_after_evaluation(unit: FSDPModule, keeps_frozen: bool) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_forward(module: Any, inputs: Any) -> None:
-    """A forward pass whose loss was dropped leaves whole parameters, which a user may have frozen since."""
-    _freeze_as_shown(module)
+    """A forward pass without backward leaves unsharded parameters, which a user may have frozen since."""
+    _copy_requires_grad(module)
 
 
-def _freeze_as_shown(unit: FSDPModule) -> None:
-    """Train those shards whose whole parameters are trained, where a module shows these.
+def _copy_requires_grad(unit: FSDPModule) -> None:
+    """Copy `requires_grad` from unsharded parameters to their shards.
 
-    torch sets both alike when it gathers them: where they differ, it was the user.
+    torch sets both equal when it gathers them: if they differ, the user changed it.
     """
     changed = [
         parameter
         for group in _groups(unit)
-        if group.fsdp_params[0].sharded_state is ShardedState.UNSHARDED  # that of all: few are, in a step
+        if group.fsdp_params[0].sharded_state
+        is ShardedState.UNSHARDED  # the same for the whole group; few are, in a step
         for parameter in group.fsdp_params
         if parameter.sharded_param.requires_grad is not parameter._unsharded_param.requires_grad
     ]
@@ -264,5 +264,5 @@ def _freeze_as_shown(unit: FSDPModule) -> None:
 def _unreduced(parameter: Any) -> torch.Tensor | None:
     if parameter.unsharded_accumulated_grad is not None:  # in the dtype of the reduction
         return parameter.unsharded_accumulated_grad  # type: ignore[no-any-return]
-    whole = getattr(parameter, "_unsharded_param", None)  # made by the first forward
-    return None if whole is None else whole.grad
+    unsharded = getattr(parameter, "_unsharded_param", None)  # created by the first forward
+    return None if unsharded is None else unsharded.grad

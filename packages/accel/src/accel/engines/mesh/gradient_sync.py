@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.engines.common.create_graph import refuse_create_graph
+from accel.engines.common.create_graph import reject_create_graph
 from accel.engines.common.gradient_sync import ShardedGradientSync
 from accel.engines.common.same_order import FSDP_FIX, check_same_order
 from accel.engines.common.swap_parameters import ParameterMap
@@ -57,7 +57,7 @@ class MeshGradientSync(ShardedGradientSync):
         for unit in units.values():
             fsdp2_private.reduce_unused_as_zeros(unit, self._unused)
             fsdp2_private.move_hooks(unit, hooks)
-        refuse_create_graph(model, engine)
+        reject_create_graph(model, engine)
         check_same_order(model, units, self._process, engine, FSDP_FIX)
         for parameter in model.parameters():
             self._shards[parameter] = None

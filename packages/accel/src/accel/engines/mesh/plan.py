@@ -1,4 +1,4 @@
-"""How a model becomes parallel over a device mesh: the function `parallelize`, read from top to bottom."""
+"""How a model is parallelized over a device mesh: the function `parallelize`, read from top to bottom."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The axes that the engine works on.
+    """The mesh axes that the engine uses.
 
     Attributes:
         fsdp: Shards, or replicas x shards; None: models are not sharded.
@@ -44,12 +44,12 @@ class Meshes:
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that work on the same samples together."""
+        """Processes that work on the same samples."""
         return self.tensor_size * (1 if self.context is None else self.context.size())
 
     @property
     def has_one_shard(self) -> bool:
-        """Whether models are whole on each replica, but for tensor parallelism."""
+        """Whether each replica is one shard, apart from tensor parallelism."""
         return self.fsdp is not None and self.fsdp.ndim == 2 and self.fsdp.size(1) == 1
 
     @property
@@ -60,17 +60,17 @@ class Meshes:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The steps that make one model parallel.
+    """The steps that parallelize one model.
 
     Attributes:
         source: Where its weights come from and go to.
-        sharding: How it is sharded; None: not at all.
-        tensor: How its weights are split over the tensor-parallel group; empty: not at all.
+        sharding: How it is sharded; None: not sharded.
+        tensor: How its weights are split over the tensor-parallel group; empty: not split.
         tensor_mesh: The axis of that group.
-        groups: The modules that are sharded by themselves, inner ones first.
-        ignored: The parameters that are left whole.
-        checkpointed: The modules that compute their activations again in backward.
-        offload_activations: Whether what these keep rests on the CPU.
+        groups: The modules that are sharded separately, inner ones first.
+        ignored: The parameters that are not sharded.
+        checkpointed: The modules that recompute their activations in backward.
+        offload_activations: Whether their saved inputs are kept on the CPU.
         upcasts: Whether trainable parameters are kept in float32.
     """
 
@@ -86,7 +86,7 @@ class ParallelPlan:
 
 
 def parallelize(model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
-    """Make a model parallel; the order matters."""
+    """Parallelize a model; the order matters."""
     if plan.upcasts:
         warn_of_upcast(model, upcast(model, plan.ignored))
     # Checkpointing changes the forward that the sharding's hooks wrap: parameters are gathered once for
@@ -100,7 +100,7 @@ def parallelize(model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
             split_weights(model, group, pending, names, plan.tensor_mesh, plan.source)
 
     if plan.sharding is not None:
-        # Group by group: sharding takes the parts that splitting leaves, and not the other way round.
+        # Group by group: split weights can be sharded, and not the other way round.
         return shard(model, plan.groups, plan.ignored, names, plan.sharding, split)
     keep = fill_rest(model, plan.ignored, plan.source)
     split(model)
@@ -123,7 +123,7 @@ def plan_for(
         plugin: The settings.
         meshes: The axes.
         context: What the engine knows.
-        chosen: The model's groups.
+        chosen: The model's groups, as chosen.
 
     Raises:
         ValueError: If the model and the settings do not fit; the message names the fix.
@@ -132,21 +132,21 @@ def plan_for(
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp
     source = weight_source(meshes, process.device, sends_weights(plugin))
-    # A model that was loaded with a tp_plan is split already, and may name no plan.
+    # A model that was loaded with a tp_plan is split already, and may have no plan.
     split_already = is_split(model, meshes.tensor_size, "fsdp2" if mesh is not None else "tp")
     if split_already and mesh is not None:
         _check_mesh(model, meshes.tensor)
     needs_plan = not split_already and meshes.tensor is not None
     tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
-    # A hook would get parts of gradients here, of which it knows nothing.
+    # A hook would unexpectedly get shards of gradients.
     fix = "Take the module out of the plan, or change gradients between backward() and step()."
     check_hooks(model, "tensor parallelism (tp)", fix, tensor)
-    if mesh is not None:  # sharding keeps those of register_hook
+    if mesh is not None:  # sharding keeps hooks of register_hook
         fix = "Do it between backward() and step(), or train under DDP."
         check_hooks(model, "fsdp2", fix, kinds=["_post_accumulate_grad_hooks"])
     if tensor and ignored:
         raise ValueError(
-            f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.tensor_size}: which "
+            f"ignored_modules={plugin.ignored_modules!r} with tp_size={meshes.tensor_size}: which "
             "parameters are ignored is not kept when tensor parallelism splits them. Leave one of the two "
             "out."
         )
@@ -156,8 +156,8 @@ def plan_for(
         return ParallelPlan(source, None, *split)
     check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
-    policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
-    # Replicas that nobody asked to shard keep their parameters, as those of DDP do: autocast alone casts.
+    policy = copy.copy(plugin)  # a copy: the precision is completed for this Accelerator
+    # Replicas without requested shards keep their parameters, as under DDP: only autocast casts.
     is_plain = meshes.has_one_shard and context.settings is None
     policy.set_mixed_precision("no" if is_plain else context.precision.name)
     sharding = Sharding(
@@ -184,7 +184,7 @@ def find_meshes(context: EngineContext) -> Meshes:
     """The axes that models are sharded, replicated and split over.
 
     Raises:
-        ValueError: If the axes do not go together; the message names the alternative.
+        ValueError: If the axes cannot be combined; the message names the alternative.
     """
     mesh, config, process = context.mesh, context.parallelism, context.process
     kind, size = process.device.type, process.world_size
@@ -197,25 +197,25 @@ def find_meshes(context: EngineContext) -> Meshes:
             "can overlap these, which is not supported yet. Leave it out.",
         )
     if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
-        # Replicas alone, each one shard, on one mesh with the axis that splits weights.
+        # Replicas without shards, on one mesh with the tensor-parallel axis.
         sizes = (mesh["dp_replicate"].size(), 1, tensor.size())
-        whole = init_device_mesh(kind, sizes, ("dp_replicate", "dp_shard", "tp"))
-        return Meshes(whole["dp_replicate", "dp_shard"], whole["tp"])
+        full = init_device_mesh(kind, sizes, ("dp_replicate", "dp_shard", "tp"))
+        return Meshes(full["dp_replicate", "dp_shard"], full["tp"])
     if config.dp_shard_cp_dim_names:
         sequences = mesh["cp"] if config.cp_enabled else None
         return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
-    if tensor is None:  # replicas alone: each is one shard
+    if tensor is None:  # replicas without shards
         return Meshes(init_device_mesh(kind, (size, 1), ("dp_replicate", "dp_shard")))
     if context.settings is not None:
         raise ValueError(
-            f"fsdp_plugin beside tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "
+            f"fsdp_plugin with tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "
             "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
         )
     return Meshes(None, tensor)
 
 
 def sends_weights(plugin: FullyShardedDataParallelPlugin) -> bool:
-    """Whether the weights of the first process count; else each shard is of its own process's weights."""
+    """Whether the weights of the first process are used; else each process shards its own weights."""
     return plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
 
 

@@ -24,7 +24,7 @@ class Sharding:
         source: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
         reshard_after_forward: Whether gathered parameters are freed after forward.
         precision: Dtypes of parameters in computing, and of gradients in reduction.
-        offload: Whether shards rest on the CPU.
+        offload: Whether shards are kept on the CPU.
     """
 
     source: WeightSource
@@ -34,17 +34,17 @@ class Sharding:
 
 
 def check_dtypes(model: torch.nn.Module, groups: Sequence[torch.nn.Module], mixed: bool) -> None:
-    """Reject parameters that cannot be in one group, which torch would do in the first forward pass.
+    """Reject parameters that cannot be in one group; torch would only do so in the first forward pass.
 
     Raises:
         ValueError: If the trainable parameters of a group have several dtypes.
     """
-    # Reversed, so that the innermost group, which comes first, has the last word.
-    owner = {parameter: module for module in groups[::-1] for parameter in module.parameters()}
+    # Reversed: the innermost group comes first, and wins.
+    group_of = {parameter: module for module in groups[::-1] for parameter in module.parameters()}
     found: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not mixed:
-            found.setdefault(owner.get(parameter, model), {}).setdefault(parameter.dtype, name)
+            found.setdefault(group_of.get(parameter, model), {}).setdefault(parameter.dtype, name)
     for module, dtypes in found.items():
         if len(dtypes) > 1:
             listed = ", ".join(f"{name} in {dtype}" for dtype, name in dtypes.items())
@@ -56,39 +56,39 @@ def check_dtypes(model: torch.nn.Module, groups: Sequence[torch.nn.Module], mixe
 
 
 def check_ignored(model: torch.nn.Module, ignored: set[torch.nn.Parameter], size: int) -> None:
-    """Reject trainable parameters that nobody would reduce.
+    """Reject trainable parameters whose gradients would not be reduced.
 
     Raises:
-        ValueError: If there are any, and several processes with data of their own.
+        ValueError: If there are any, and several data-parallel processes.
     """
     named = [name for name, item in model.named_parameters() if item in ignored and item.requires_grad]
     if named and size > 1:
         raise ValueError(
-            f"ignored_modules leaves {', '.join(named)} to each process, where nobody would average their "
-            "gradients. Freeze them with requires_grad_(False), or do not ignore them."
+            f"ignored_modules leaves {', '.join(named)} unsharded, and their gradients would not be averaged "
+            "between processes. Freeze them with requires_grad_(False), or do not ignore them."
         )
 
 
 def check_layout(
     model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = (), strided: bool = False
 ) -> None:
-    """Reject parameters that cannot be cut into parts, or sent as bytes: DeepSpeed does that at stage 0 too.
+    """Reject parameters that cannot be sharded, or sent as bytes (DeepSpeed does that at stage 0 too).
 
-    Torch and DeepSpeed fail on them half-way.
+    torch and DeepSpeed would fail half-way.
 
     Args:
         model: The model.
-        engine: What the engine is called.
-        ignored: Parameters that stay whole.
-        strided: Whether any order of strides will do.
+        engine: The name of the engine.
+        ignored: Parameters that are not sharded.
+        strided: Whether any strides are accepted.
 
     Raises:
         ValueError: If there are any; the message names one, and the fix.
     """
     left = {id(item) for item in ignored}
     for name, parameter in model.named_parameters():
-        is_cut = isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")  # by deepspeed.zero.Init
-        if id(parameter) in left or is_cut:
+        is_sharded = isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")  # by deepspeed.zero.Init
+        if id(parameter) in left or is_sharded:
             continue
         fix = ""
         if parameter.dim() == 0:
@@ -107,8 +107,8 @@ def check_unshared(
     """Reject models that share parameters with each other, or with one that is sharded already.
 
     Args:
-        models: Those that are going to be sharded.
-        engine: What the engine is called.
+        models: The models to shard.
+        engine: The name of the engine.
         is_sharded: Whether a parameter is sharded already.
 
     Raises:
@@ -133,15 +133,15 @@ def check_unshared(
 
 
 def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = ()) -> None:
-    """Reject sparse gradients, which cannot be cut into parts; torch and DeepSpeed fail in backward.
+    """Reject sparse gradients, which cannot be sharded; torch and DeepSpeed would fail in backward.
 
     Args:
         model: The model.
-        engine: What the engine is called.
-        ignored: Parameters that stay whole.
+        engine: The name of the engine.
+        ignored: Parameters that are not sharded.
 
     Raises:
-        ValueError: If a trainable embedding makes some; the message names it, and the fix.
+        ValueError: If a trainable embedding has sparse gradients; the message names it, and the fix.
     """
     left = {id(item) for item in ignored}
     for name, module in model.named_modules():
@@ -149,17 +149,17 @@ def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.
             continue
         if module.weight.requires_grad and id(module.weight) not in left:
             raise ValueError(
-                f"{name} of {type(model).__name__} has sparse=True, and {engine} cannot cut sparse gradients "
-                "into parts. Set sparse=False, or freeze it."
+                f"{name} of {type(model).__name__} has sparse=True, and {engine} cannot shard sparse "
+                "gradients. Set sparse=False, or freeze it."
             )
 
 
 def upcast(model: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[str]:
-    """Make trainable parameters float32, which mixed precision casts for computing; returns their names."""
+    """Upcast trainable parameters to float32 for mixed precision; returns their names."""
     changed = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in ignored and parameter.dtype.itemsize < 4:
-            # Through .data: optimizers may hold this very parameter.
+            # Through .data: optimizers may have this parameter object.
             parameter.data = parameter.data.float()
             changed.append(name)
     return changed
@@ -175,25 +175,24 @@ def shard(
 ) -> torch.nn.Module:
     """Shard the groups, inner ones first, and then the rest of the model.
 
-    Each group is brought to the device and filled with the first process's weights just before it is
-    sharded: no process ever holds more than its own copy of the model and one group. What is in parts already
-    is left as it is.
+    Each group is moved to the device and filled with the first process's weights just before it is sharded:
+    no process ever needs memory for more than its copy of the model and one group. DTensors are left alone.
 
     Args:
         model: The model.
-        groups: Its modules that are sharded by themselves.
+        groups: Its modules that are sharded separately.
         ignored: Parameters that are not sharded.
         names: The names of all parameters.
-        how: How those that are not ignored are sharded.
-        split: Called for each group before, to split weights over another axis.
+        how: How the other parameters are sharded.
+        split: Called for each group first, to split weights over another axis.
     """
-    # Buffers and ignored parameters stay whole on each process, so that they have to start alike.
+    # Buffers and ignored parameters are not sharded, so they have to start equal on all processes.
     keep = fill_rest(model, ignored, how.source)
     options: dict[str, Any] = {"mp_policy": how.precision}
-    # torch 2.6 lacks the option, so that it is passed only where it is needed.
+    # torch 2.6 lacks the option: passed only where it is needed.
     if keep:
         options["ignored_params"] = keep
-    # Memory can be pinned only where there is an accelerator.
+    # Memory can be pinned only with an accelerator.
     if how.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.source.device.type != "cpu")
     meshes = SharedMeshes()
@@ -202,7 +201,7 @@ def shard(
         split(module)
         done = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, keep | done, names, how.source)
-        # The outermost group is needed again at once in backward, so that torch keeps it by default.
+        # Backward needs the outermost group first, so torch keeps it unsharded by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
         sharded = fully_shard(module, how.source.mesh, reshard, **options)
         meshes.deduplicate_meshes(sharded)

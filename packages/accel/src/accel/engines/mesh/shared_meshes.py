@@ -1,8 +1,7 @@
-"""One mesh object for all parameters that lie alike.
+"""One mesh object for all parameters with the same layout.
 
-torch (2.13) makes up to two mesh objects for each parameter that is sharded over replicas or beside tensor
-parallelism, and each lists all ranks of the world. Kept for each, they are memory that grows with the world,
-and comparisons of these lists in every operation.
+torch (2.13) creates up to two mesh objects per parameter with replicas or tensor parallelism, and each lists
+all ranks of the world. That takes memory that grows with the world, and every operation compares the lists.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from accel.engines.mesh.fsdp2_private import sharded_parameters
 
 
 class SharedMeshes:
-    """The mesh objects that stay: the first of those that are equal."""
+    """The mesh objects that are kept: the first of each set of equal ones."""
 
     def __init__(self) -> None:
         # torch's meshes are equal where their ranks, axes and device type are.
-        self._known: dict[DeviceMesh, DeviceMesh] = {}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def deduplicate_meshes(self, module: FSDPModule) -> None:
-        """Replace what is equal to a mesh that is known, in the parameters that a module shards by itself.
+        """Replace meshes by known equal ones in the parameters of a module.
 
-        Names of torch's attributes do not matter: what another version keeps otherwise stays as it is.
+        This does not depend on the names of torch's attributes: unknown structures are left alone.
         """
         for parameter in sharded_parameters(module):
             for name, value in vars(parameter).items():
                 if isinstance(value, DeviceMesh):
                     setattr(parameter, name, self._shared(value))
-                    continue  # a mesh's own attribute `mesh` is a tensor of all its ranks, computed anew
+                    continue  # not its attribute `mesh`, a tensor of all its ranks that is computed on access
                 # Private in torch: where a DTensor has its mesh.
                 layout = value._spec if isinstance(value, DTensor) else value
                 mesh = getattr(layout, "mesh", None)
@@ -38,4 +37,4 @@ class SharedMeshes:
                     layout.mesh = self._shared(mesh)
 
     def _shared(self, mesh: DeviceMesh) -> DeviceMesh:
-        return self._known.setdefault(mesh, mesh)
+        return self._meshes.setdefault(mesh, mesh)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of chosen modules: they compute their activations again in backward."""
+"""Activation checkpointing: chosen modules recompute their activations in backward."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class CheckpointedForward:
-    """A module's forward that keeps its inputs alone; a class, so that the module still pickles.
+    """A module's forward that saves only its inputs; a class, so that the module still pickles.
 
-    No module wraps the module: names of parameters and classes stay.
+    The module is not wrapped: names of parameters and classes stay.
     """
 
     def __init__(self, forward: Callable[..., Any], offload: bool) -> None:
@@ -22,11 +22,11 @@ class CheckpointedForward:
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward, to be run again in backward."""
+        """Run forward, and again in backward."""
         if not self.offload:
-            # The reentrant kind takes no keyword arguments, and needs an input that requires a gradient.
+            # The reentrant variant takes no keyword arguments, and needs an input that requires a gradient.
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        # What is still saved for backward are the inputs.
+        # Only the inputs are still saved for backward.
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
@@ -36,9 +36,9 @@ def apply_activation_checkpointing(modules: Iterable[torch.nn.Module], offload: 
 
     Args:
         modules: The modules.
-        offload: Keep what is saved (their inputs) on the CPU.
+        offload: Keep the saved inputs on the CPU.
     """
     for module in modules:
-        # The instance's attribute: nothing wraps the module, so that names of parameters stay.
+        # An instance attribute: the module is not wrapped, and names of parameters stay.
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             module.forward = CheckpointedForward(module.forward, offload)

@@ -1,4 +1,4 @@
-"""The base of engines that shard models: FSDP in both versions, and the mesh."""
+"""The base of engines that shard models: both versions of FSDP, and the mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accel_state.logging.warning import warn
 
 
 class ShardedStates(States):
-    """Models and optimizers whose processes have parts of them."""
+    """Sharded models and optimizers."""
 
     engine: ShardedEngine
 
@@ -43,13 +43,13 @@ class ShardedStates(States):
 
 
 class ShardedLoaders(Loaders):
-    """Data for each process, but for those that work on the same samples together."""
+    """Data per data-parallel rank; model-parallel processes share it."""
 
     engine: ShardedEngine
 
     @property
     def dp_rank_and_size(self) -> tuple[int, int]:
-        """Every process has its own share of the data, but for those that work on one together."""
+        """Every process has its own data, except that model-parallel processes have the same."""
         process = self.engine.context.process
         return (
             process.rank // self.engine.model_parallel_size,
@@ -58,7 +58,7 @@ class ShardedLoaders(Loaders):
 
 
 class ShardedGradients(Gradients):
-    """Gradients in parts, beside whole ones; those of a window stay whole on their process until it ends."""
+    """Sharded gradients; inside a window they stay full on each process, unreduced."""
 
     engine: ShardedEngine
 
@@ -67,8 +67,8 @@ class ShardedGradients(Gradients):
 
     @property
     def unsupported_optimizers(self) -> tuple[str, ...]:
-        """Parameters have their shapes under version 2, and those of vectors under version 1."""
-        # Rprop chooses elements by a mask, which torch does for whole tensors alone.
+        """Optimizers that need full tensors, or shapes, which parameters lack under version 1."""
+        # Rprop chooses elements by a mask, which torch supports only for plain tensors.
         return ("LBFGS", "Adafactor", "Rprop" if self.engine.version == 2 else "Muon")
 
     def clip_norm(
@@ -78,19 +78,19 @@ class ShardedGradients(Gradients):
         tensors = self.tensors_with_grad(parameters)
         norm = self.norm(tensors, norm_type)
         assert norm is not None, "engines that shard know it before the step"
-        # As torch.nn.utils.clip_grads_with_norm_ does, which takes no lists of parts on several meshes.
+        # As torch.nn.utils.clip_grads_with_norm_, which takes no shards on several meshes at once.
         norms.scale(gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient; no operation of torch takes parts and whole tensors together."""
-        for in_parts in (False, True):
-            chosen = [item for item in parameters if isinstance(item.grad, DTensor) is in_parts]
+        """Clip each gradient; no operation of torch takes DTensors and plain tensors together."""
+        for is_sharded in (False, True):
+            chosen = [item for item in parameters if isinstance(item.grad, DTensor) is is_sharded]
             super().clip_value(chosen, clip_value)
 
 
 class ShardedEngine(Engine):
-    """Parameters, gradients and optimizer states in parts; optimizers follow the parameters."""
+    """Sharded parameters, gradients and optimizer states; optimizers get the sharded parameters."""
 
     states_type = ShardedStates
     loaders_type = ShardedLoaders
@@ -109,14 +109,14 @@ class ShardedEngine(Engine):
         self.plugin = context.settings or FullyShardedDataParallelPlugin(fsdp_version=self.version)
         ensure_process_group(context.process)
         self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
-        # In order too: processes go through them in collectives, in which all have to be at the same model.
+        # Ordered too: collectives over them need the same order on all processes.
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
-        # Checks and sharding need the same choice, which walks all modules; chosen once.
-        self._groups: dict[torch.nn.Module, Groups] = {}  # of the call of prepare that is under way
+        # Checks and sharding need the same choice, which walks all modules: made once.
+        self._groups: dict[torch.nn.Module, Groups] = {}  # during one call of prepare
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that work on the same samples together."""
+        """Processes that work on the same samples."""
         return 1
 
     def check(self, request: PrepareRequest) -> None:
@@ -131,18 +131,18 @@ class ShardedEngine(Engine):
         super().check(request)
         models = () if request.evaluation_mode else request.models
         fresh = [model for model in dict.fromkeys(models) if not self.is_wrapped(model)]
-        # Before the other checks, whose messages would name what sharding has made of the parameters.
+        # Before the other checks, whose messages would describe sharded parameters.
         check_unshared(fresh, self.name, self.is_sharded)
         for model in fresh:
             self.check_model(model)
-            if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole
+            if self.name != "tp":  # tensor parallelism alone shards nothing outside of its plan
                 ignored = self.groups_of(model).ignored
                 check_layout(model, self.name, ignored, strided=self.version == 1)
                 check_sparse(model, self.name, ignored)
 
     def check_collectively(self, request: PrepareRequest) -> None:
-        """Reject on all processes what one rejects, and models without weights where these count."""
-        self.gradient_sync.reshard()  # so that a module that a second model shares is known by its shards
+        """Reject on all ranks what one rejects, and models without weights where these are needed."""
+        self.gradient_sync.reshard()  # modules that a second model shares are recognized by their shards
         models = () if request.evaluation_mode else request.models
         fresh = [(model, self.needs_weights) for model in models if not self.is_wrapped(model)]
         whose = "the first" if self.sends_weights else "all"
@@ -155,7 +155,7 @@ class ShardedEngine(Engine):
             raise
 
     def groups_of(self, model: torch.nn.Module) -> Groups:
-        """Which parts of a model are treated by themselves: chosen once in each call of prepare.
+        """The modules of a model that are sharded separately: chosen once per call of prepare.
 
         Raises:
             ValueError: As `choose_groups`.
@@ -165,7 +165,7 @@ class ShardedEngine(Engine):
         return self._groups[model]
 
     def forget_groups(self, model: torch.nn.Module | None = None) -> None:
-        """Choose the groups of a model anew, or of all: it may have changed."""
+        """Forget the chosen groups of a model, or of all: it may have changed."""
         if model is None:
             self._groups.clear()
         else:
@@ -173,12 +173,12 @@ class ShardedEngine(Engine):
 
     @property
     def sends_weights(self) -> bool:
-        """Whether the first process's weights count, and not each one's own."""
+        """Whether all processes get the first process's weights, and do not use their own."""
         raise NotImplementedError
 
     @property
     def needs_weights(self) -> bool:
-        """Whether models have to have weights on this process."""
+        """Whether models need weights on this process."""
         raise NotImplementedError
 
     def check_model(self, model: torch.nn.Module) -> None:
@@ -194,37 +194,37 @@ class ShardedEngine(Engine):
         raise NotImplementedError
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is one of a model that is sharded already."""
+        """Whether a parameter belongs to a model that is sharded already."""
         raise NotImplementedError
 
     def swap_parameters(self, optimizer: Any) -> None:
-        """Give an optimizer the parameters that models have now."""
+        """Replace the optimizer's parameters by those that models have now."""
         raise NotImplementedError
 
     def prepare(self, request: PrepareRequest) -> PrepareRequest:
-        """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
+        """Shard models, and give all optimizers the new parameters, in any order of preparing."""
         try:
             done = super().prepare(request)
         finally:
             self.forget_groups()
-        # Also those of earlier calls: their model may be prepared only now.
+        # Also those of previous calls: their model may be prepared only now.
         for optimizer in self._optimizers:
             self.swap_parameters(optimizer)
         self.gradient_sync.register(parameters_of(self._optimizers))
         return done
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
-        """Replace layers by those of fp8, after which groups have other modules."""
+        """Replace layers by fp8 layers, which changes the modules of groups."""
         super().convert_model(model, evaluation_mode)
         if self.context.fp8 is not None:
             self.forget_groups(model)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
-        """As the base engine does; sharding places parameters by itself, group by group."""
+        """As the base engine; sharding places parameters itself, group by group."""
         return super().prepare_model(model, place and evaluation_mode, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
-        """Point an optimizer to the parameters that its model has now, and wrap it."""
+        """Give an optimizer the parameters that its model has now, and wrap it."""
         self.swap_parameters(optimizer)
         prepared = super().prepare_optimizer(optimizer, place)
         self._optimizers[prepared] = None
@@ -232,16 +232,16 @@ class ShardedEngine(Engine):
 
 
 def warn_of_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
-    """Warn of parameters that became float32.
+    """Warn of parameters that were upcast to float32.
 
     Args:
         model: The model.
         trained: Names of trainable ones.
-        frozen: Names of frozen ones that became so beside them.
+        frozen: Names of frozen ones that were upcast with them.
     """
     if trained:
-        beside = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
+        others = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
         warn(
             f"Mixed precision keeps trainable parameters in float32: {len(trained)} of "
-            f"{type(model).__name__} became float32 ({trained[0]} and others){beside}.",
+            f"{type(model).__name__} became float32 ({trained[0]} and others){others}.",
         )

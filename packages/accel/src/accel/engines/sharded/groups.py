@@ -1,4 +1,4 @@
-"""Which modules are sharded by themselves, and which parameters not at all."""
+"""Which modules are sharded separately, and which parameters are not sharded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Policy = Callable[..., bool]
 
 @dataclass(frozen=True)
 class Groups:
-    """Which parts of a model are treated by themselves.
+    """The modules and parameters of a model that are treated separately.
 
     Attributes:
-        modules: Those that are sharded by themselves, inner ones first.
-        ignored: The parameters that are left whole.
-        checkpointed: The modules that compute their activations again in backward.
+        modules: The modules that are sharded separately, inner ones first.
+        ignored: The parameters that are not sharded.
+        checkpointed: The modules that recompute their activations in backward.
     """
 
     modules: tuple[torch.nn.Module, ...]
@@ -32,12 +32,12 @@ class Groups:
 
 
 def choose_groups(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> Groups:
-    """The groups of a model that the plugin asks for.
+    """The groups of a model according to the plugin.
 
     Raises:
-        ValueError: If the policy, ignored modules or activation checkpointing mean nothing in this model.
+        ValueError: If the policy, ignored modules or activation checkpointing match nothing in this model.
     """
-    policy = copy.copy(plugin)  # its own, as the policy is completed for this model
+    policy = copy.copy(plugin)  # a copy: the policy is completed for this model
     policy.set_auto_wrap_policy(model)
     ignored = ignored_parameters(model, plugin.ignored_modules)
     modules = tuple(modules_to_shard(model, policy.auto_wrap_policy, ignored))
@@ -53,36 +53,36 @@ def choose_groups(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin
 
 def aliases(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     """All names of each parameter: tied ones have several."""
-    found: dict[torch.nn.Parameter, list[str]] = {}
+    names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return found
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def ignored_parameters(
     model: torch.nn.Module, ignored: Iterable[torch.nn.Module] | str | None
 ) -> set[torch.nn.Parameter]:
-    """The parameters that are left whole.
+    """The parameters that are not sharded.
 
     Args:
         model: The model.
-        ignored: Modules, or a regular expression that the whole of a module's name has to match.
+        ignored: Modules, or a regular expression that has to match a module's full name.
 
     Raises:
-        ValueError: If nothing of the model is meant.
+        ValueError: If nothing in the model matches.
     """
     if ignored is None:
         return set()
     if isinstance(ignored, str):
-        # The whole name: "blocks.1" as a beginning would mean blocks.10 too.
+        # A full match: "blocks.1" as a prefix would match blocks.10 too.
         modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
     else:
-        own = set(model.modules())
-        modules = [module for module in ignored if module in own]
+        existing = set(model.modules())
+        modules = [module for module in ignored if module in existing]
     if not modules:
         raise ValueError(
-            f"ignored_modules={ignored!r} means no module of {type(model).__name__}. A text is a regular "
-            "expression for whole names, such as 'blocks\\\\.0\\\\..*'; modules have to be the model's own."
+            f"ignored_modules={ignored!r} matches no module of {type(model).__name__}. A string is a regular "
+            "expression for full names, such as 'blocks\\\\.0\\\\..*'; modules have to be the model's own."
         )
     return {parameter for module in modules for parameter in module.parameters()}
 
@@ -90,20 +90,20 @@ def ignored_parameters(
 def modules_to_shard(
     model: torch.nn.Module, policy: Policy | None, ignored: set[torch.nn.Parameter]
 ) -> list[torch.nn.Module]:
-    """The modules below the model that become groups of their own, inner ones first.
+    """The modules inside the model that become separate groups, inner ones first.
 
-    A module that shares a parameter with modules outside of it is left to a larger group that has both:
-    tied weights stay tied.
+    A module that shares a parameter with modules outside of it belongs to a larger group that has both: tied
+    weights stay tied.
 
     Args:
         model: The model.
         policy: `policy(module=, recurse=, nonwrapped_numel=)`, as those of `torch.distributed.fsdp.wrap`.
-        ignored: Parameters that do not count.
+        ignored: Parameters to leave out.
     """
     # No policy: the model is one group.
     if policy is None:
         return []
-    # Torch's own walk (`_recursive_wrap`) is private, wraps as it goes, and knows nothing of tied weights.
+    # torch's own walk (`_recursive_wrap`) is private, wraps at once, and ignores tied weights.
     choice = _Choice(policy, ignored, aliases(model))
     choice.visit("", model)
     return list(choice.modules)
@@ -111,7 +111,7 @@ def modules_to_shard(
 
 @dataclass
 class _Choice:
-    """The modules that a policy chooses; no closure, which would keep the model by calling itself."""
+    """The modules that a policy chooses; a recursive closure would keep the model alive."""
 
     policy: Policy
     ignored: set[torch.nn.Parameter]
@@ -119,27 +119,27 @@ class _Choice:
     modules: dict[torch.nn.Module, None] = field(default_factory=dict)
 
     def visit(self, name: str, module: torch.nn.Module) -> int:
-        """Choose below and here; returns how many of the module's parameters are in chosen modules."""
+        """Choose inside the module, then itself; returns how many of its parameters are in chosen modules."""
         total = sum(item.numel() for item in module.parameters() if item not in self.ignored)
-        # The two questions of torch's policies: whether to look inside, and, inner modules being chosen,
-        # whether this one is a group of the rest.
+        # torch's policies are called twice: whether to look inside, and then, with inner modules chosen,
+        # whether this module is a group of the rest.
         if not self.policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
-        taken = sum(
+        in_groups = sum(
             self.visit(f"{name}.{child_name}" if name else child_name, child)
             for child_name, child in module.named_children()
         )
-        rest = total - taken
-        stands = bool(name) and _stands_alone(name, module, self.names)
-        if stands and self.policy(module=module, recurse=False, nonwrapped_numel=rest):
+        rest = total - in_groups
+        is_separable = bool(name) and _is_separable(name, module, self.names)
+        if is_separable and self.policy(module=module, recurse=False, nonwrapped_numel=rest):
             self.modules.setdefault(module)
             return total
-        return taken
+        return in_groups
 
 
-def _stands_alone(name: str, module: torch.nn.Module, names: dict[torch.nn.Parameter, list[str]]) -> bool:
+def _is_separable(name: str, module: torch.nn.Module, names: dict[torch.nn.Parameter, list[str]]) -> bool:
     if type(module).forward is torch.nn.Module.forward or isinstance(module, torch.nn.ModuleList):
-        return False  # it is never called, so that nothing would gather its parameters
+        return False  # never called: nothing would gather its parameters
     return all(alias.startswith(f"{name}.") for alias in _aliases_of(module, names))
 
 

@@ -1,4 +1,4 @@
-"""Giving a model its weights on this process's device, from the first process, one group at a time."""
+"""Filling a model with weights on this process's device, from the first process, one group at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ParamInitFn = Callable[[torch.nn.Module], None]
 Names = Mapping[torch.nn.Parameter, Sequence[str]]
-"""What `aliases` returned for a model before parameters were replaced: one walk serves all groups."""
+"""What `aliases` returned for a model before parameters were replaced: one walk for all groups."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class WeightSource:
 
     Attributes:
         mesh: The processes that share the model: one axis of shards, or replicas x shards.
-        device: Where parameters are computed with.
-        sync: Whether the weights of the first process count; else each shard is of its own process's weights.
+        device: The device of computation.
+        sync: Whether all get the weights of the first process; else each process shards its own weights.
         param_init_fn: Gives memory, and perhaps values, to a module's parameters on the meta device; called
-            for each module. None: memory alone.
-        tensor: The processes that split weights, of which the first one's count in any case.
+            for each module. None: memory only.
+        tensor: The processes that split weights; they always get the weights of their first process.
     """
 
     mesh: DeviceMesh
@@ -41,7 +41,7 @@ class WeightSource:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose first process's weights count, in the order in which they are passed on."""
+        """The groups over which weights are broadcast from the first process, in order."""
         axes = [(self.mesh, axis) for axis in range(self.mesh.ndim) if self.sync]
         axes += [(self.tensor, 0)] if self.tensor is not None else []
         return [mesh.get_group(axis) for mesh, axis in axes if mesh.size(axis) > 1]
@@ -52,7 +52,7 @@ def fill_rest(
 ) -> set[torch.nn.Parameter]:
     """Fill buffers and ignored parameters; returns the latter, new objects where they were on meta."""
     for module in model.modules():
-        # By `_buffers`: setting one as an attribute would lose that it is not persistent.
+        # Through `_buffers`: setting an attribute would make it persistent.
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = _filled(buffer, how)
@@ -75,8 +75,8 @@ def fill_group(
     Args:
         model: The model.
         group: The model, or a module of it.
-        done: Parameters that are left alone.
-        names: The names of all parameters, by which those that share a weight get the same new one.
+        done: Parameters to leave alone.
+        names: The names of all parameters; those of a tied weight get the same new parameter.
         how: Where weights come from and go to.
 
     Raises:
@@ -84,16 +84,16 @@ def fill_group(
     """
     if how.param_init_fn is not None:
         _initialise(group, done, ensure_weights_retied(how.param_init_fn, model, how.device))
-        names = aliases(model)  # it may have put others in their places
+        names = aliases(model)  # it may have replaced parameters
     for parameter in list(group.parameters()):
         if parameter in done:
             continue
         if parameter.is_meta and not how.sync:
             raise ValueError(
                 f"param_init_fn left {names[parameter][0]} on the meta device, and with "
-                "sync_module_states=False nobody gives it values. Initialise it there."
+                "sync_module_states=False it gets no values. Initialise it there."
             )
-        # Names are for those on meta alone: a module that was filled by itself has others since.
+        # Names only for those on meta: a module that was filled before has new parameters.
         _fill_parameter(model, parameter, names[parameter] if parameter.is_meta else (), how)
 
 
@@ -108,8 +108,8 @@ def ensure_weights_retied(
         device: Where the weights are put.
 
     Returns:
-        The initialiser: the first of the modules that share a parameter gives it memory, and the others get
-        that parameter.
+        The initialiser: the first of the modules that share a parameter initialises it, and the others get
+        the same parameter.
     """
     shared = [names for names in aliases(model).values() if len(names) > 1]
     paths = {module: name for name, module in model.named_modules()}
@@ -120,28 +120,28 @@ def ensure_weights_retied(
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
         prefix = f"{paths[module]}." if paths[module] else ""
-        own = {
+        names_here = {
             f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         for names in shared:
-            for name in own & set(names):
+            for name in names_here & set(names):
                 tied = map(model.get_parameter, names)
-                given = next((item for item in tied if not item.is_meta), None)
-                if given is not None:
-                    put_parameter(model, name, given)
+                initialised = next((item for item in tied if not item.is_meta), None)
+                if initialised is not None:
+                    put_parameter(model, name, initialised)
 
     return initialise
 
 
 def _initialise(group: torch.nn.Module, done: set[torch.nn.Parameter], initialise: ParamInitFn) -> None:
     for module in list(group.modules()):
-        own = module.parameters(recurse=False)
-        if any(parameter.is_meta and parameter not in done for parameter in own):
+        parameters = module.parameters(recurse=False)
+        if any(parameter.is_meta and parameter not in done for parameter in parameters):
             initialise(module)
 
 
 def put_parameter(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
-    """Put a parameter into a model in place of the one of this name."""
+    """Replace the parameter with this name in a model."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, parameter)
 
@@ -150,7 +150,7 @@ def _fill_parameter(
     model: torch.nn.Module, parameter: torch.nn.Parameter, names: Sequence[str], how: WeightSource
 ) -> torch.nn.Parameter:
     if not parameter.is_meta:
-        # In place, so that optimizers and ties keep the parameter.
+        # In place: optimizers and tied modules keep the parameter object.
         parameter.data = _filled(parameter.data, how)
         return parameter
     fresh = torch.nn.Parameter(_filled(parameter.detach(), how), requires_grad=parameter.requires_grad)
@@ -161,27 +161,27 @@ def _fill_parameter(
 
 @torch.no_grad()
 def _filled(value: torch.Tensor, how: WeightSource) -> torch.Tensor:
-    """The tensor on the device, as the first process has it."""
+    """The tensor on the device, with the first process's values."""
     if value.is_meta:
-        # There is nothing to copy from the meta device; the broadcast below fills the memory.
+        # Nothing to copy from the meta device; the broadcast below fills the memory.
         value = torch.empty_like(value, device=how.device)
     value = value.to(how.device)
     groups = how.groups
     if groups and value.numel():
-        own = local(value)
-        # Collectives take contiguous memory; the copy goes back for transposed weights.
-        whole = own.contiguous()
+        shard = local(value)
+        # Collectives need contiguous memory; transposed weights are copied back.
+        sent = shard.contiguous()
         for group in groups:
-            # Replicas first, then shards, then the tensor-parallel group: each passes on what the one before
-            # has brought.
-            dist.broadcast(whole, group=group, group_src=0)
-        if whole is not own:
-            own.copy_(whole)
+            # Replicas first, then shards, then the tensor-parallel group: each broadcasts what the previous
+            # one has received.
+            dist.broadcast(sent, group=group, group_src=0)
+        if sent is not shard:
+            shard.copy_(sent)
     return value
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor; all of it, unless it is sharded."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    inner: torch.Tensor = getattr(part, "_tensor", part)  # of torchao's weights that are gathered in fp8
+    """This process's shard of a tensor; the tensor itself if it is not sharded."""
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    inner: torch.Tensor = getattr(shard, "_tensor", shard)  # for torchao's weights that are gathered in fp8
     return inner

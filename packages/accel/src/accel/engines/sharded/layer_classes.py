@@ -1,4 +1,4 @@
-"""Which classes of a model's modules are sharded by themselves."""
+"""Which classes of a model's modules are sharded separately."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch
         name: The class's name, without its module.
 
     Returns:
-        The class; None if no module is of such a one.
+        The class; None if no module has it.
     """
-    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+    return next((type(item) for item in module.modules() if type(item).__name__ == name), None)
 
 
 def find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
-    """Return the classes of the layers to wrap; none, with a warning, where nobody names any.
+    """Return the classes of the layers to wrap; none, with a warning, if no names are set.
 
     Args:
         model: The model.
-        names: Their names; None for those that the model names itself.
+        names: Their names; None for those in the model's `_no_split_modules`.
 
     Raises:
         ValueError: If the model has no module of a class that is named.
@@ -45,11 +45,11 @@ def find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[typ
         return set()
     # A model's own list may name layers that this configuration of it does not have.
     missing = sorted(set(wanted) - set(by_name)) if names else []
-    found = {by_name[name] for name in wanted if name in by_name}
-    if missing or not found:
+    classes = {by_name[name] for name in wanted if name in by_name}
+    if missing or not classes:
         raise ValueError(
             f"transformer_cls_names_to_wrap names {', '.join(missing or sorted(wanted))}, and "
             f"{type(model).__name__} has modules of these classes: {', '.join(sorted(by_name))}. Correct the "
             f"names ({_CLASSES_KEY})."
         )
-    return found
+    return classes

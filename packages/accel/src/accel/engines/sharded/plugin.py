@@ -270,7 +270,7 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 2:
             return
         if self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT:
-            # Else every process would have the whole state, on its device.
+            # Else every process would have the full state, on its device.
             full = {"offload_to_cpu": True, "rank0_only": True}
             self.state_dict_config = self.state_dict_config or fsdp.FullStateDictConfig(**full)
             self.optim_state_dict_config = self.optim_state_dict_config or fsdp.FullOptimStateDictConfig(

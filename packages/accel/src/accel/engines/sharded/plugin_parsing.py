@@ -1,4 +1,4 @@
-"""Values of FSDP's settings: names in any case, numbers of old configurations, variables."""
+"""Parsing FSDP's settings: names in any case, numbers of old configurations, environment variables."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from accel_state import env
 
 
 def or_env(value: Any, variable: str) -> Any:
-    """Return a setting's value, or that of its variable where it is None."""
+    """Return a setting's value, or that of its environment variable if it is None."""
     return env.get(variable) if value is None else value
 
 
-def choice(field: str, value: Any, known: dict[Any, Any]) -> Any:
-    """Return the value of a name, whatever its case; a value that is one of the values already stays.
+def choice(field: str, value: Any, choices: dict[Any, Any]) -> Any:
+    """Return the value of a name in any case; a value of `choices` is returned unchanged.
 
     Args:
         field: The setting, for the message.
-        value: The name, or its number in `known`, or a value.
-        known: Values by name.
+        value: The name, or its number in `choices`, or a value.
+        choices: Values by name.
 
     Raises:
         ValueError: If it is not among them.
     """
     # By identity: True equals 1, and is no version.
-    if any(value is item for item in known.values()):
+    if any(value is item for item in choices.values()):
         return value
     name = value.upper() if isinstance(value, str) else value
     if isinstance(name, str) and name.isdigit():  # old configurations number the choices from 1
         number = int(name)
-        name = number if number in known else list(known)[number - 1] if 0 < number <= len(known) else name
-    if isinstance(name, bool) or name not in known:
-        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(str(item) for item in known)}.")
-    return known[name]
+        name = (
+            number if number in choices else list(choices)[number - 1] if 0 < number <= len(choices) else name
+        )
+    if isinstance(name, bool) or name not in choices:
+        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(str(item) for item in choices)}.")
+    return choices[name]

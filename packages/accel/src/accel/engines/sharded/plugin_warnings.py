@@ -1,4 +1,4 @@
-"""Settings of FullyShardedDataParallelPlugin that are given beside others which leave them without effect."""
+"""Warnings for settings of FullyShardedDataParallelPlugin that have no effect next to others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from accel_state import env
 
 
 def warn_of_unused(plugin: Any) -> None:
-    """Warn of settings that nothing reads, each with the reason, and take them out.
+    """Warn of unused settings, each with the reason, and reset them.
 
     Args:
         plugin: The plugin, complete.
     """
-    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)  # of one that is complete
-    # What an argument would be without it; the environment's values stand for whatever policy is chosen.
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)  # of a complete one
+    # The values without an argument; those of the environment are ignored without a warning.
     classes = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
     size = env.get("FSDP_MIN_NUM_PARAMS")
     unset: dict[str, tuple[Any, str]] = {}
@@ -29,14 +29,14 @@ def warn_of_unused(plugin: Any) -> None:
         unset["activation_checkpointing_offload"] = False, "activation_checkpointing is not set"
     if policy is not wrap.size_based_auto_wrap_policy and plugin.min_num_params not in (None, size):
         unset["min_num_params"] = size, "auto_wrap_policy is not 'size_based_wrap'"
-    given = plugin.transformer_cls_names_to_wrap
-    if policy is not wrap.transformer_auto_wrap_policy and given not in (None, classes):
+    class_names = plugin.transformer_cls_names_to_wrap
+    if policy is not wrap.transformer_auto_wrap_policy and class_names not in (None, classes):
         unset["transformer_cls_names_to_wrap"] = classes, "auto_wrap_policy is not 'transformer_based_wrap'"
     for name in ("state_dict_config", "optim_state_dict_config"):
         config = getattr(plugin, name)
         # Local state dicts have neither option; a sharded one has the first alone.
         if not getattr(config, "offload_to_cpu", True) or not getattr(config, "rank0_only", True):
-            unset[name] = None, "states are gathered to the CPU, whole ones on the first process of a machine"
+            unset[name] = None, "states are gathered to the CPU, full ones on the first process of a machine"
     warn_of_ignored(plugin, {name: reason for name, (_, reason) in unset.items()})
     for name, (value, _) in unset.items():
         setattr(plugin, name, value)

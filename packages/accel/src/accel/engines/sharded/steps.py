@@ -1,4 +1,4 @@
-"""Single steps of FSDP, as documented functions: what the engines do, step by step."""
+"""Documented functions for single steps of what the FSDP engines do."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on the first process alone; others make the model on meta.
+    """Make transformers load weights only on the first process; others create the model on meta.
 
     It sets ACCELERATE_USE_FSDP (where it has no value) and FSDP_CPU_RAM_EFFICIENT_LOADING in this process's
     environment, which `from_pretrained` and FullyShardedDataParallelPlugin read.
     """
-    # transformers asks for both variables.
+    # transformers reads both variables.
     if not env.is_set("ACCELERATE_USE_FSDP"):
         env.set("ACCELERATE_USE_FSDP", True)
     env.set("FSDP_CPU_RAM_EFFICIENT_LOADING", True)
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let every process load weights again: FSDP_CPU_RAM_EFFICIENT_LOADING becomes false."""
+    """Make every process load weights again: FSDP_CPU_RAM_EFFICIENT_LOADING becomes false."""
     env.set("FSDP_CPU_RAM_EFFICIENT_LOADING", False)
 
 
@@ -54,41 +54,41 @@ def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Take what wrappers (FSDP1, activation checkpointing, torch.compile) put into names out of them.
+    """Remove the prefixes of wrappers (FSDP1, activation checkpointing, torch.compile) from names.
 
     Args:
         named_params: Values by name.
 
     Returns:
-        The same values by the names of the plain model.
+        The same values by the names of the original model.
     """
-    found = {}
+    renamed = {}
     for name, value in named_params.items():
         for wrapper in _WRAPPERS:
-            # Anywhere in the name, as each layer may have wrappers of its own.
+            # Anywhere in the name, as each layer may have its own wrappers.
             name = name.replace(wrapper, "")
-        found[name] = value
-    return found
+        renamed[name] = value
+    return renamed
 
 
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: torch.nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Load a whole state into a sharded model, from the first process; every process calls it.
+    """Load a full state into a sharded model, from the first process; every process calls it.
 
     Args:
         accelerator: Whose process group is used.
         model: The model, sharded with `fully_shard`; it may be on meta.
-        full_sd: The whole state on the first process; others may give an empty one.
-        cpu_offload: Whether the parts rest on the CPU.
+        full_sd: The full state on the first process; others may pass an empty one.
+        cpu_offload: Whether shards are kept on the CPU.
     """
-    # dict(): torch's function takes entries out of the state that it is given.
+    # A copy: torch's function removes entries from it.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, dict(full_sd), options=options)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
-    """Shard a model as `prepare` does, without its other steps; a sharded model stays as it is.
+    """Shard a model as `prepare` does, without its other steps; a sharded model is returned unchanged.
 
     Args:
         accelerator: With fsdp_version=2 as its engine.
@@ -110,7 +110,7 @@ def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Mo
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
-    """Give an optimizer the parameters that took the place of those it has; groups and state stay.
+    """Replace the parameters of an optimizer; groups and state stay.
 
     Args:
         optimizer: The optimizer; it is changed in place.
@@ -138,18 +138,18 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 def get_parameters_from_modules(
     modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module, device: torch.device | str
 ) -> set[torch.nn.Parameter]:
-    """The parameters of modules that FSDP ignores, moved to a device, as nobody else moves them.
+    """The parameters of modules that FSDP ignores, moved to a device, as FSDP does not move them.
 
     Args:
-        modules: The modules, or a regular expression that the whole of a module's name has to match.
+        modules: The modules, or a regular expression that has to match a module's full name.
         model: The model that they are in.
-        device: Where they are computed with.
+        device: The device of computation.
 
     Raises:
-        ValueError: If no module of the model is meant.
+        ValueError: If no module of the model matches.
     """
-    found = ignored_parameters(model, modules)
-    for parameter in found:
-        # Through .data: optimizers and ties hold this very parameter.
+    parameters = ignored_parameters(model, modules)
+    for parameter in parameters:
+        # Through .data: optimizers and tied modules have this parameter object.
         parameter.data = parameter.data.to(device)
-    return found
+    return parameters

@@ -1,4 +1,4 @@
-"""One process's shard of the sequences, which replaces the whole tensors in one step."""
+"""One process's shard of the sequences, which replaces the full tensors during one step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class SequenceShard:
     """The shard of one step.
 
     Args:
-        positions: Which positions (part,) this process has, ascending.
-        length: Tokens of the whole sequences.
-        buffers: The tensors to share, and their dimensions of tokens, by `id`.
-        processes: How many have a part.
+        positions: The positions of this process, ascending.
+        length: Tokens of the full sequences.
+        buffers: The tensors to shard, and their token dimensions, by `id`.
+        processes: The number of shards.
     """
 
     def __init__(
@@ -28,37 +28,37 @@ class SequenceShard:
         self.length = length
         self.processes = processes
         self.is_padded = False
-        """Whether tokens at the end are padding, which later tokens alone would see."""
+        """Whether tokens at the end are padding, which only later tokens would see."""
         self.awaits_backward = False
         self._buffers = buffers
-        # Handles on the storages, which stay as they are: a buffer may be a view that shares its own.
-        self._whole = {key: buffer.detach() for key, (buffer, _) in buffers.items()}
+        # References to the storages, which are not changed: a buffer may be a view.
+        self._full = {key: buffer.detach() for key, (buffer, _) in buffers.items()}
         self._is_active = True
         self._calls = 0
 
     @torch.no_grad()
-    def share(self) -> None:
-        """Put the parts in place."""
+    def apply(self) -> None:
+        """Replace the buffers by their shards."""
         for buffer, dim in self._buffers.values():
-            # In place: the user's loop and the model hold these very tensors.
-            buffer.set_(self.take(buffer, dim))  # type: ignore[call-overload]
+            # In place: the user's loop and the model have these tensor objects.
+            buffer.set_(self.select(buffer, dim))  # type: ignore[call-overload]
 
     @torch.no_grad()
-    def leave(self, keep: Collection[int]) -> None:
-        """Put the whole sequences back, but for the buffers whose `id` is in `keep`."""
+    def restore(self, keep: Collection[int]) -> None:
+        """Restore the full sequences, except in buffers whose `id` is in `keep`."""
         self._is_active = False
         for key, (buffer, _) in self._buffers.items():
             if key not in keep:
-                buffer.set_(self._whole[key])  # type: ignore[call-overload]
-        self._whole.clear()
+                buffer.set_(self._full[key])  # type: ignore[call-overload]
+        self._full.clear()
 
-    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This process's part of a tensor, as a new one."""
+    def select(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This process's shard of a tensor, as a new tensor."""
         return tensor.index_select(dim, self.positions.to(tensor.device))
 
-    def whole(self, buffer: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor that a buffer holds a part of; None for other tensors."""
-        return self._whole.get(id(buffer))
+    def full(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The full tensor of a sharded buffer; None for other tensors."""
+        return self._full.get(id(buffer))
 
     # What is rejected
 
@@ -70,7 +70,7 @@ class SequenceShard:
         dropout: float,
         is_causal: bool,
     ) -> None:
-        """Reject attention that cannot go around the ring, and count the others.
+        """Reject attention that the ring cannot compute, and count calls.
 
         Raises:
             ValueError: If it cannot; the message names the alternative.
@@ -79,15 +79,15 @@ class SequenceShard:
         if mask is not None:
             raise ValueError(
                 f"attention got a mask {tuple(mask.shape)} inside maybe_context_parallel: each process has a "
-                "part of the keys, and the mask is for all. Use is_causal=True without a mask, and sequences "
-                "without padding (packed, or padded at their end)."
+                "shard of the keys, and the mask is for all. Use is_causal=True without a mask, and "
+                "sequences without padding (packed, or padded at their end)."
             )
         if dropout:
             raise ValueError(
                 f"attention has dropout_p={dropout} inside maybe_context_parallel: in backward the processes "
                 "could not repeat what they dropped. Set the dropout of attention to 0."
             )
-        # The exact type: subclasses such as nested tensors lay sequences out otherwise.
+        # The exact type: subclasses such as nested tensors have other layouts.
         if query.dim() != 4 or type(query) is not torch.Tensor:
             raise ValueError(
                 f"attention got a {type(query).__name__} {tuple(query.shape)} inside maybe_context_parallel; "
@@ -96,7 +96,7 @@ class SequenceShard:
         if is_causal and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"causal attention of {query.shape[2]} queries to {key.shape[2]} keys inside "
-                "maybe_context_parallel: both have to be this process's part of one sequence."
+                "maybe_context_parallel: both have to be this process's shard of one sequence."
             )
         if self.is_padded and not is_causal:
             raise ValueError(
@@ -105,24 +105,24 @@ class SequenceShard:
             )
 
     def check_used(self) -> None:
-        """Reject a step whose attention did not go around the ring.
+        """Reject a step whose attention did not use the ring.
 
         Raises:
             RuntimeError: If there was none.
         """
         if not self._calls:
             raise RuntimeError(
-                "no attention went around the ring inside maybe_context_parallel, so that each process saw "
-                "its part of the sequence alone. The model has to call "
+                "no attention used the ring inside maybe_context_parallel, so each process saw "
+                "only its shard of the sequence. The model has to call "
                 "torch.nn.functional.scaled_dot_product_attention by this name (in transformers: "
                 "attn_implementation='sdpa')."
             )
 
     def check_active(self) -> None:
-        """Reject a backward pass when the whole sequences are back in place.
+        """Reject a backward pass after the full sequences were restored.
 
         Raises:
-            RuntimeError: If they are.
+            RuntimeError: If they were.
         """
         if not self._is_active:
             raise RuntimeError(
@@ -130,11 +130,11 @@ class SequenceShard:
                 "accelerator.backward(loss) inside of it (and evaluate under torch.no_grad())."
             )
 
-    def note_backward(self) -> None:
-        """Note that a backward pass goes around the ring.
+    def record_backward(self) -> None:
+        """Record that a backward pass uses the ring.
 
         Raises:
-            RuntimeError: If it comes too late.
+            RuntimeError: If the context was left.
         """
         self.check_active()
         self.awaits_backward = False

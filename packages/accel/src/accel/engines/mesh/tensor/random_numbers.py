@@ -1,7 +1,7 @@
-"""Random numbers under tensor parallelism: the processes of a group drop the same activations.
+"""Random numbers under tensor parallelism: dropout is the same on all processes of a group.
 
-Weights that no plan splits (norms, embeddings, biases) are replicas, with the same gradients only if the
-activations are the same on all processes of a group.
+Weights that the plan does not split (norms, embeddings, biases) are replicated, and have equal gradients only
+if the activations are equal on all processes of a group.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from accel_state.devices.table import device_spec
 
 
-class SharedDraws:
-    """Hooks on a forward pass in training that share the random state of the first process of a group.
+class SharedRandomState:
+    """Forward hooks that broadcast the random state of the first process of a group, in training.
 
-    Nothing is sent as long as forward passes draw no numbers.
+    Nothing is sent while forward passes use no random numbers.
 
     Args:
         group: The processes that split the weights.
@@ -27,7 +27,7 @@ class SharedDraws:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._draws = True  # until a forward pass shows that it does not
+        self._uses_random = True  # until a forward pass does not
         self._before: torch.Tensor | None = None
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -37,11 +37,11 @@ class SharedDraws:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Draw the same numbers as the others, where the last forward pass drew some."""
+        """Use the random state of the first rank, if the last forward pass used random numbers."""
         self._before = None
         if model.training:
             self._before = self._state()
-            if self._draws:
+            if self._uses_random:
                 first = self._before.to(self._device, copy=True)
                 dist.broadcast(first, dist.get_global_rank(self._group, 0), group=self._group)
                 first = first.cpu()
@@ -51,15 +51,15 @@ class SharedDraws:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Note whether numbers were drawn.
+        """Record whether the forward pass used random numbers.
 
         Raises:
-            RuntimeError: If they were for the first time, and the processes drew different ones.
+            RuntimeError: If it did for the first time, with different states on the processes.
         """
         if self._before is None:
             return
-        draws = not torch.equal(self._state(), self._before)
-        if draws and not self._draws:
+        uses_random = not torch.equal(self._state(), self._before)
+        if uses_random and not self._uses_random:
             states = [torch.empty_like(self._before, device=self._device) for _ in range(self._group.size())]
             dist.all_gather(states, self._before.to(self._device), group=self._group)
             if any(not torch.equal(state, states[0]) for state in states):
@@ -69,7 +69,7 @@ class SharedDraws:
                     "copies of the weights that are not split would drift apart. Call set_seed() on all of "
                     "them before, with the same seed."
                 )
-        self._draws = draws
+        self._uses_random = uses_random
 
     def _state(self) -> torch.Tensor:
         """The states of torch's generators, as one tensor on the CPU."""

@@ -1,4 +1,4 @@
-"""Weights that every process of a tensor-parallel group has whole, and uses for its part of the features."""
+"""Replicated weights of a tensor-parallel group, which each process uses for its shard of the features."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SummedGradients(ParallelStyle):
-    """Adds up the gradients of a module's own parameters over the group, as of norms of single heads."""
+    """Sums the gradients of a module's own parameters over the group, for norms per head, say."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         module.forward = SummedForward(module, device_mesh)
@@ -36,27 +36,27 @@ class SummedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
-        # Put back after the call: optimizers and state dicts need the leaves.
-        own = dict(self.module._parameters)
-        for name, parameter in own.items():
+        # Restored after the call: optimizers and state dicts need the leaves.
+        original = dict(self.module._parameters)
+        for name, parameter in original.items():
             if parameter is not None and parameter.requires_grad:
                 self.module._parameters[name] = _summed(parameter, self.mesh.get_group())
         try:
             return self.forward(*args, **kwargs)
         finally:
-            self.module._parameters.update(own)
+            self.module._parameters.update(original)
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        # Another tensor over the same memory, so that the parameter itself stays a leaf.
+        # A view: the parameter itself stays a leaf.
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # A copy, as the sum is made in place and others may hold this gradient.
+        # A copy: the sum is in place, and other nodes may use this gradient.
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None

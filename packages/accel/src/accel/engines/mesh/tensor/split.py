@@ -1,4 +1,4 @@
-"""Tensor parallelism: parts of each weight on the processes of one axis, by a plan of module names."""
+"""Tensor parallelism: weights split over the processes of one axis, by a plan of module names."""
 
 from __future__ import annotations
 
@@ -31,73 +31,73 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "replicated_with_grad_allreduce": SummedGradients,
 }
-"""Styles by the names that plans have for them, those of transformers among them."""
+"""Styles by their names in plans, including those of transformers."""
 
 _STAYS_SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
-"""Where a module's features stay in parts, and so have to be in equal ones."""
+"""The features that stay split, by style, and so have to divide evenly."""
 
 
 def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
     """The plan that a model has in `tp_plan` or `_tp_plan`, by full module name; the model is not changed.
 
     Args:
-        model: The model. Its plan has module names, where `*` is any one part of a name, and for each a style
+        model: The model. Its plan has module names, where `*` is one component of a name, each with a style
             of `torch.distributed.tensor.parallel` or its name.
         size: Processes of one tensor-parallel group.
 
     Raises:
-        ValueError: If there is no plan, a style is not known, a name means no module, features or heads do
-            not divide, or a weight is shared with a module that is split otherwise.
+        ValueError: If there is no plan, a style is unknown, a name matches no module, features or heads do
+            not divide, or a weight is shared with a module that is split differently.
     """
     kind = type(model).__name__
-    given = _given_plans(model)
-    if not given:
+    requested = _plans_of(model)
+    if not requested:
         raise ValueError(
             f"tp_size={size} splits the weights of {kind} by a plan, and it has none. Set model._tp_plan = "
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', ...}, or leave tp_size at 1."
         )
     modules = dict(model.named_modules())
     plan: dict[str, ParallelStyle] = {}
-    for pattern, style in given.items():
-        # `*` stands for one part of a name, as in the plans of transformers' models.
+    for pattern, style in requested.items():
+        # `*` stands for one component of a name, as in the plans of transformers' models.
         regex = re.escape(pattern).replace(r"\*", r"[^.]+")
-        found = [name for name in modules if re.fullmatch(regex, name)]
-        if not found:
+        matching = [name for name in modules if re.fullmatch(regex, name)]
+        if not matching:
             raise ValueError(f"the tp plan of {kind} names {pattern!r}, and no module has that name.")
         if not isinstance(style, ParallelStyle) and style not in _STYLES:
             raise ValueError(
                 f"the tp plan of {kind} has the style {style!r} for {pattern!r}; known: {', '.join(_STYLES)} "
                 "and objects of torch.distributed.tensor.parallel."
             )
-        for name in found:
-            for part in _parts(name, modules[name], style):
-                if part == name or part.endswith(".base_layer"):
-                    _check_features(part, modules[part], style, size)
-                plan[part] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+        for name in matching:
+            for layer in _split_layers(name, modules[name], style):
+                if layer == name or layer.endswith(".base_layer"):
+                    _check_features(layer, modules[layer], style, size)
+                plan[layer] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
     _check_heads(model, size)
     _check_shared(model, plan)
     return plan
 
 
-def _given_plans(model: torch.nn.Module) -> dict[str, Any]:
-    """The plan of a model, or of the models inside of it, as those in an adapter's wrapper, by full names."""
+def _plans_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The plan of a model, or of models inside it (in an adapter's wrapper, say), by full names."""
     plans: dict[str, Any] = {}
     owners: list[str] = []
     for name, module in model.named_modules():
-        # Without __getattr__: wrappers answer with the attributes of the model inside.
+        # Without __getattr__: wrappers return the attributes of the model inside.
         if any(name.startswith(owner) for owner in owners) or not any(
             inspect.getattr_static(module, attribute, None) for attribute in ("tp_plan", "_tp_plan")
         ):
             continue
-        own: Mapping[str, Any] | None = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
-        if own:
+        plan: Mapping[str, Any] | None = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        if plan:
             owners.append(prefix := f"{name}." if name else "")
-            plans.update({prefix + pattern: style for pattern, style in own.items()})
+            plans.update({prefix + pattern: style for pattern, style in plan.items()})
     return plans
 
 
-def _parts(name: str, module: torch.nn.Module, style: Any) -> list[str]:
-    """The modules that are split for one that the plan names: itself, or parts of an adapted layer.
+def _split_layers(name: str, module: torch.nn.Module, style: Any) -> list[str]:
+    """The modules to split for one in the plan: itself, or the layers of an adapter.
 
     An adapter of low rank (peft's LoRA) adds B(A(x)) to the layer's output: B is split where the output is,
     and A where the input is.
@@ -114,13 +114,13 @@ def _parts(name: str, module: torch.nn.Module, style: Any) -> list[str]:
         if child not in known and next(item.parameters(), None) is not None
     ]
     if others or not hasattr(module, "lora_A"):
-        beside = f" with {others[0]}" if others else ""
+        adapter = f" with {others[0]}" if others else ""
         raise ValueError(
-            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}{beside}) that "
-            "tensor parallelism does not know: it splits LoRA of linear layers and embeddings. Train it "
+            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}{adapter}) that "
+            "tensor parallelism does not support: it splits LoRA of linear layers and embeddings. Train it "
             "under DDP or FSDP (version 2)."
         )
-    if isinstance(base, torch.nn.Embedding):  # its adapter is applied whole
+    if isinstance(base, torch.nn.Embedding):  # its adapter is not split
         return [f"{name}.base_layer"]
     kind = style if isinstance(style, ParallelStyle) else _STYLES[style]()
     split = "lora_B" if isinstance(kind, ColwiseParallel) else "lora_A"
@@ -153,25 +153,25 @@ def _check_shared(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> 
         dims = {name: _split_dim(model, name.rpartition(".")[0], plan) for name in tied}
         if len(set(dims.values())) > 1:
             raise ValueError(
-                f"{' and '.join(tied)} are one weight, and the tp plan splits them otherwise than each other "
+                f"{' and '.join(tied)} are one weight, and the tp plan splits them differently "
                 f"({', '.join(f'{name}: {dim}' for name, dim in dims.items())}). Let the plan split all "
                 "along one dimension (an embedding rowwise, a linear layer colwise), or none of them."
             )
 
 
 def _split_dim(model: torch.nn.Module, name: str, plan: Mapping[str, ParallelStyle]) -> int | str | None:
-    """Along which dimension a module's weight is split; None: not at all."""
+    """The dimension along which a module's weight is split; None: not split."""
     style = plan.get(name)
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
-        # Weights of linear layers are (out, in), so that columns are cut along 0; those of
-        # embeddings are (words, features).
+        # Weights of linear layers are (out, in), so columns are split along 0; those of
+        # embeddings are (tokens, features).
         return int(is_embedding == isinstance(style, ColwiseParallel))
     return None if style is None else type(style).__name__
 
 
 def split_dims(model: torch.nn.Module, size: int) -> dict[str, int]:
-    """The dimension in which a model's plan splits each parameter that it splits, by its name.
+    """The split dimension of each parameter that a model's plan splits, by name.
 
     Args:
         model: The model, which may be on the meta device; it is not changed.
@@ -181,12 +181,12 @@ def split_dims(model: torch.nn.Module, size: int) -> dict[str, int]:
         ValueError: As `tensor_plan`.
     """
     plan = tensor_plan(model, size)
-    found = {}
+    dims = {}
     for name, parameter in model.named_parameters():
         dim = _split_dim(model, name.rpartition(".")[0], plan)
-        if isinstance(dim, int) and dim < parameter.dim():  # the bias of a rowwise layer stays whole
-            found[name] = dim
-    return found
+        if isinstance(dim, int) and dim < parameter.dim():  # the bias of a rowwise layer is not split
+            dims[name] = dim
+    return dims
 
 
 def split_weights(
@@ -199,34 +199,34 @@ def split_weights(
 ) -> None:
     """Split the weights of the planned modules of a group in place, each as soon as it is filled.
 
-    No process holds more whole weights than those of one module, and its own copy of the model.
+    No process needs memory for more full weights than those of one module, and its copy of the model.
 
     Args:
         model: The model.
         group: The model, or a module of it.
-        pending: What `tensor_plan` returned, by modules; what is split is taken out.
+        pending: What `tensor_plan` returned, by module; split modules are removed.
         names: The names of all parameters.
         mesh: The axis of tensor parallelism.
         source: Where weights come from and go to.
     """
     shared = [tied for tied in names.values() if len(tied) > 1]
     for module in [module for module in group.modules() if module in pending]:
-        # Taken out of the plan: each module is split once, with the innermost group that has it.
+        # Removed from the plan: each module is split once, with its innermost group.
         name, style = pending.pop(module)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, done, names, source)
         parallelize_module(module, mesh, style)
         for tied in shared:
-            # `parallelize_module` makes new parameters, which unties those of other modules.
-            own = [other for other in tied if other.rpartition(".")[0] == name]
-            for other in tied if own else ():
-                put_parameter(model, other, model.get_parameter(own[0]))
+            # `parallelize_module` creates new parameters, which unties those of other modules.
+            in_module = [other for other in tied if other.rpartition(".")[0] == name]
+            for other in tied if in_module else ():
+                put_parameter(model, other, model.get_parameter(in_module[0]))
 
 
 def forget_meshes() -> None:
-    """Forget what torch noted about meshes of process groups that are gone.
+    """Clear torch's cache of meshes of destroyed process groups.
 
-    It takes a new mesh of the same shape for the old one, and would go on to talk to the old one's groups.
+    torch takes a new mesh of the same shape for the old one, and would use the old one's groups.
     """
     clear = getattr(debug, "_clear_sharding_prop_cache", None)  # before torch 2.13 init_device_mesh does it
     if clear is not None:
@@ -239,21 +239,21 @@ def is_split(model: torch.nn.Module, size: int, engine: str) -> bool:
     Args:
         model: The model.
         size: Processes of one tensor-parallel group.
-        engine: What the engine is called.
+        engine: The name of the engine.
 
     Raises:
         ValueError: If they are split over another number of processes.
     """
-    # Of a mesh without names, too.
-    others = (item.device_mesh.size() for item in model.parameters() if isinstance(item, DTensor))
-    present = get_model_tp_size(model) or next(others, 1)
-    if present not in (1, size):
+    # Meshes without names count, too.
+    sizes = (item.device_mesh.size() for item in model.parameters() if isinstance(item, DTensor))
+    current = get_model_tp_size(model) or next(sizes, 1)
+    if current not in (1, size):
         raise ValueError(
-            f"the weights of {type(model).__name__} are split over {present} processes already, and {engine} "
-            f"has tp_size={size}. Pass ParallelismConfig(tp_size={present}, ...), or leave the splitting to "
+            f"the weights of {type(model).__name__} are split over {current} processes already, and {engine} "
+            f"has tp_size={size}. Pass ParallelismConfig(tp_size={current}, ...), or leave the splitting to "
             "prepare(): load the model without a tp_plan, and give it a _tp_plan."
         )
-    return present > 1
+    return current > 1
 
 
 def get_model_tp_size(model: torch.nn.Module) -> int | None:
@@ -265,10 +265,10 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     Returns:
         The size of the tensor-parallel group; None if no weight is split.
     """
-    # Models of transformers say it themselves.
-    known: int | None = getattr(model, "tp_size", None)
-    if known is not None:
-        return known
+    # Models of transformers have the attribute.
+    tp_size: int | None = getattr(model, "tp_size", None)
+    if tp_size is not None:
+        return tp_size
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
             return parameter.device_mesh["tp"].size()
