@@ -251,7 +251,7 @@ def change_groups(case: str) -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(2, WIDTH), 0).sum().backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match="runs blocks.0.experts.1 on process . otherwise than the first"):
+    with pytest.warns(UserWarning, match="runs blocks.0.experts.1 on process . differently than the first"):
         model(torch.ones(2, WIDTH), 1).sum().backward()
     accelerator.end_training()
 

@@ -72,7 +72,7 @@ def test_torchs_function_clips_other_tensors() -> None:
     parameter.grad = parameter.grad.as_subclass(Kind)
     elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))
     elsewhere.grad = torch.zeros(2, device="meta")
-    with mock.patch.object(gradients, "_clip_alike") as plain:
+    with mock.patch.object(gradients, "_clip_uniform") as plain:
         Accelerator().clip_grad_norm_([elsewhere], 1e-3)
         Accelerator().clip_grad_norm_([parameter], 1e-3)
         assert not plain.called

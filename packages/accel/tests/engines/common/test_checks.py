@@ -96,8 +96,10 @@ def test_optimizers_whose_steps_need_whole_tensors_are_refused_where_there_are_p
     for messages in world.run(refused_optimizers, engine):
         assert list(messages) == names
         for name, message in messages.items():
-            assert f"a step of {name} needs whole" in message
-            assert f"{engine} shards them, so its steps would differ from unsharded training, or fail" in message
+            assert f"a step of {name} needs full" in message
+            assert (
+                f"{engine} shards them, so its steps would differ from unsharded training, or fail" in message
+            )
             assert "AdamW" in message
 
 
@@ -107,7 +109,7 @@ class Adafactor(torch.optim.SGD):
 
 def test_an_optimizer_of_a_library_is_known_by_its_name():
     optimizer = type("Own", (Adafactor,), {})(Net().parameters())
-    with pytest.raises(ValueError, match="Own: a step of Adafactor needs whole matrices"):
+    with pytest.raises(ValueError, match="Own: a step of Adafactor needs full matrices"):
         check_elementwise_optimizer(optimizer, ("LBFGS", "Adafactor"), "fsdp1")
     check_elementwise_optimizer(optimizer, (), "ddp")
 
@@ -187,9 +189,7 @@ def test_a_model_without_weights_where_they_count_is_refused_on_all_processes(wo
     assert "buffers without values to start from: they are on the meta device on 1 of 2" in second[1]
 
 
-@pytest.mark.parametrize(
-    ("is_persistent", "fix"), [(True, "Load them there"), (False, "compute them again there")]
-)
+@pytest.mark.parametrize(("is_persistent", "fix"), [(True, "Load them there"), (False, "compute them there")])
 def test_a_buffer_without_values_is_missing_too(is_persistent, fix):
     model = Net()
     model.register_buffer("table", torch.empty(2, device="meta"), persistent=is_persistent)

@@ -64,7 +64,7 @@ def test_whole_parameters_beside_sharded_ones_are_stepped_one_by_one(world, opti
 
 
 def check_fused() -> None:
-    with pytest.raises(ValueError, match=r"AdamW\(fused=True\): a parameter group holds sharded and whole"):
+    with pytest.raises(ValueError, match=r"AdamW\(fused=True\): a parameter group has sharded and unsharded"):
         check_mixed_group({"fused": True})
 
 

@@ -21,7 +21,7 @@ def info(**changes: Any) -> PrepareInfo:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         scheduler=None,
         batch_sizes=(4,),
-        known_batch_size=None,
+        previous_batch_size=None,
         num_steps=2,
         num_processes=3,
         moves=3,
@@ -51,7 +51,7 @@ def test_batches_are_counted():
 def test_whose_batches_count(sizes, known, is_min, expected):
     plugin = DeepSpeedPlugin(zero_stage=1, is_train_batch_min=is_min)
 
-    complete(plugin, info(batch_sizes=sizes, known_batch_size=known))
+    complete(plugin, info(batch_sizes=sizes, previous_batch_size=known))
 
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == expected
 

@@ -39,7 +39,7 @@ def test_a_text_has_to_match_whole_names_and_modules_are_the_models_own():
 
     assert ignored_parameters(model, "head") == set(model["head"].parameters())
     assert ignored_parameters(model, [model["heads"]]) == set(model["heads"].parameters())
-    with pytest.raises(ValueError, match="means no module of ModuleDict"):
+    with pytest.raises(ValueError, match="matches no module of ModuleDict"):
         ignored_parameters(model, [torch.nn.Linear(2, 2)])
 
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's own checkpoints inside those of `save_state`, and full states of what ZeRO-3 shards.
+"""DeepSpeed's own checkpoints inside those of `save_state`, and full states of models that ZeRO-3 shards.
 
-pytorch_model/     weights, optimizer states and counters, each process its part
+pytorch_model/     weights, optimizer states and counters, one shard per process
 latest             the name of that folder
-zero_to_fp32.py    DeepSpeed's script that makes whole fp32 weights of the parts
+zero_to_fp32.py    DeepSpeed's script that merges the shards into full fp32 weights
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ def save(engine: Any, folder: Path, options: dict[str, Any]) -> None:
         folder: The checkpoint's folder.
         options: Those of DeepSpeed's `save_checkpoint`.
     """
-    compile_children_in_place(engine.module)  # one that was compiled after prepare
+    compile_children_in_place(engine.module)  # compiled after prepare
     engine.save_checkpoint(str(folder), tag=_TAG, **options)
 
 
 def check(engine: Any, names: Collection[str]) -> None:
-    """Reject a checkpoint that DeepSpeed cannot go on from with this engine.
+    """Reject a checkpoint that DeepSpeed cannot load into this engine.
 
     Args:
         engine: The engine.
         names: The checkpoint's files.
 
     Raises:
-        CheckpointError: If another engine wrote it, or it is that of another stage or number of processes.
+        CheckpointError: If another engine wrote it, or at another stage, or with another number of processes.
     """
-    own = {name.removeprefix(f"{_TAG}/") for name in names if name.startswith(f"{_TAG}/")}
-    if not own:
+    files = {name.removeprefix(f"{_TAG}/") for name in names if name.startswith(f"{_TAG}/")}
+    if not files:
         raise CheckpointError(
-            "The checkpoint was not written under DeepSpeed, which cannot go on from another engine's "
+            "The checkpoint was not written under DeepSpeed, which cannot load another engine's "
             "optimizer states. Load its weights with load_checkpoint_in_model before prepare()."
         )
-    stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
-    # What there is of each stage is known by DeepSpeed's file names alone (0.19); its files are pickles,
-    # which are read after this check.
-    saved = sum(bool(re.fullmatch(r".*zero_pp_rank_\d+_.*optim_states\.pt", name)) for name in own)
-    had_parts = any(re.fullmatch(r"zero_pp_rank_\d+_.*model_states\.pt", name) for name in own)
-    kind = "3" if had_parts else "1 or 2" if saved else "0"
+    stage, size = engine.zero_optimization_stage(), engine.seq_dp_world_size
+    # The stage is recognized only by DeepSpeed's file names (0.19): its files are pickles, which are read
+    # after this check.
+    saved = sum(bool(re.fullmatch(r".*zero_pp_rank_\d+_.*optim_states\.pt", name)) for name in files)
+    had_shards = any(re.fullmatch(r"zero_pp_rank_\d+_.*model_states\.pt", name) for name in files)
+    kind = "3" if had_shards else "1 or 2" if saved else "0"
     if kind != ("3" if stage == 3 else "1 or 2" if stage else "0"):
         raise CheckpointError(
-            f"The checkpoint is of ZeRO stage {kind}, and zero_stage={stage} here: DeepSpeed keeps other "
-            "parts at each. Set the stage it was saved with, or take the weights out of it with its "
+            f"The checkpoint is of ZeRO stage {kind}, and zero_stage={stage} here: DeepSpeed saves different "
+            "shards at each. Set the stage it was saved with, or extract the weights with its "
             "zero_to_fp32.py."
         )
-    if saved and saved != here:
+    if saved and saved != size:
         raise CheckpointError(
-            f"The checkpoint is of {saved} processes, and there are {here}: DeepSpeed does not share ZeRO's "
-            "optimizer states out again. Start as many processes, or take the weights out of it with its "
+            f"The checkpoint is of {saved} processes, and there are {size}: DeepSpeed does not reshard "
+            "ZeRO's optimizer states. Start as many processes, or extract the weights with its "
             "zero_to_fp32.py."
         )
 
@@ -83,7 +83,7 @@ def load(engine: Any, folder: Path, options: dict[str, Any]) -> None:
         options: Those of DeepSpeed's `load_checkpoint`.
 
     Raises:
-        CheckpointError: If a file holds anything else than tensors and plain values.
+        CheckpointError: If a file contains anything but tensors and plain values.
     """
     compile_children_in_place(engine.module)
     with _no_code_runs(engine.checkpoint_engine):
@@ -92,7 +92,7 @@ def load(engine: Any, folder: Path, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _no_code_runs(reader: Any) -> Iterator[None]:
-    """Have DeepSpeed read its files without running what they name; its own reader does."""
+    """Make DeepSpeed read its files without running code from them, which its own reader does."""
     # On the object, over the class's method; DeepSpeed (0.19) has no option for it.
     reader.load = functools.partial(_read, _allowed())
     try:
@@ -106,11 +106,11 @@ def _read(allowed: list[Any], path: str, map_location: Any = None) -> Any:
         with torch.serialization.safe_globals(allowed):
             return torch_load(path, map_location, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than tensors and plain values, or is damaged.") from error
+        raise CheckpointError(f"{path} has more than tensors and plain values, or is damaged.") from error
 
 
 def _allowed() -> list[Any]:
-    """The classes of DeepSpeed's that its files name; they hold values alone."""
+    """The classes of DeepSpeed in its files; they only hold values."""
     scalers = import_deepspeed("runtime.fp16.loss_scaler")
     stages, fragments = import_deepspeed("runtime.zero.config"), import_deepspeed("utils.tensor_fragment")
     return [
@@ -122,8 +122,8 @@ def _allowed() -> list[Any]:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether an engine of DeepSpeed shards the model's parameters."""
-    # A method of DeepSpeed's engines, by which they are known without importing DeepSpeed.
+    """Whether a DeepSpeed engine shards the model's parameters."""
+    # A method of DeepSpeed's engines, which identifies them without importing DeepSpeed.
     partitions = getattr(model, "zero_optimization_partition_weights", None)
     return partitions is not None and bool(partitions())
 
@@ -135,22 +135,22 @@ def gather_full_state(engine: Any) -> dict[str, Any]:
         engine: An engine of stage 3.
 
     Raises:
-        ValueError: If gathering them is not asked for.
+        ValueError: If gathering them is not enabled.
     """
     if not engine.zero_gather_16bit_weights_on_model_save():
         raise ValueError(
             "ZeRO-3 shards the weights, and gathering them is switched off. Set "
             "DeepSpeedPlugin(zero3_save_16bit_model=True) (accel launch --zero3_save_16bit_model true; "
-            "stage3_gather_16bit_weights_on_model_save in DeepSpeed's configuration), or take them out of a "
+            "stage3_gather_16bit_weights_on_model_save in DeepSpeed's configuration), or extract them from a "
             "checkpoint with the zero_to_fp32.py that save_state puts there."
         )
     compile_children_in_place(engine.module)
-    # Private, and what its documented save_16bit_model writes to a file; None on all but the first process.
+    # Private; its documented save_16bit_model writes this to a file. None on all but the first process.
     return engine._zero3_consolidated_16bit_state_dict() or {}
 
 
 class ShardedModel:
-    """A model of ZeRO-3 as checkpoints see it: with full weights.
+    """A ZeRO-3 model that saves and loads full weights.
 
     Args:
         engine: Its engine.
@@ -160,7 +160,7 @@ class ShardedModel:
         self.model = extract_model_from_parallel(engine, keep_torch_compile=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names and shapes of the full weights; tied ones are one tensor, and values mean nothing."""
+        """Return names and shapes of the full weights; tied ones are one tensor; values are undefined."""
         tied: dict[int, torch.Tensor] = {}
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
@@ -171,7 +171,7 @@ class ShardedModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Load full weights, of which each process keeps its part; one is whole at a time.
+        """Load full weights, of which each process keeps its shard; they are gathered one at a time.
 
         Args:
             state: Full tensors by name; every process has them.
@@ -180,13 +180,12 @@ class ShardedModel:
         Raises:
             ValueError: If `strict` and there are such names.
         """
-        present = self.model.state_dict(keep_vars=True)
-        if strict and present.keys() ^ state.keys():
-            raise ValueError(f"These names do not fit the model: {sorted(present.keys() ^ state.keys())}.")
+        current = self.model.state_dict(keep_vars=True)
+        if strict and current.keys() ^ state.keys():
+            raise ValueError(f"These names do not fit the model: {sorted(current.keys() ^ state.keys())}.")
         with torch.no_grad():
-            for name, value in present.items():  # in the order of all processes, which gather together
+            for name, value in current.items():  # the same order on all processes, which gather at once
                 if name in state:
-                    # The first process's values are sent when the context ends, whatever the others have
-                    # copied.
+                    # The first process's values are broadcast when the context ends.
                     with import_deepspeed("runtime.zero").GatheredParameters([value], modifier_rank=0):
                         value.copy_(state[name])

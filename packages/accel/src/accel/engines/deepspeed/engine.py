@@ -35,50 +35,50 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedStates(States):
-    """DeepSpeed's own checkpoint of what it trains, and full states of what it shards."""
+    """DeepSpeed's checkpoint format for the trained model, and full states of sharded models."""
 
     engine: DeepSpeedEngine
 
     can_save_mid_window = False
 
     def is_shard(self, tensor: torch.Tensor) -> bool:
-        """Those of ZeRO stage 3, which are empty outside of their layer."""
+        """Whether it is sharded by ZeRO stage 3, and empty outside of its layer."""
         return hasattr(tensor, "ds_tensor")
 
     def has_native_checkpoint(self, item: Any) -> bool:
-        """Whether it is in DeepSpeed's own checkpoint: the model that is trained, and its optimizer."""
+        """Whether it is in DeepSpeed's checkpoint: the trained model, and its optimizer."""
         driver = self.engine._driver
         return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
 
     def save_native(self, folder: Path, **options: Any) -> None:
-        """Write DeepSpeed's own checkpoint; the options are those of its `save_checkpoint`."""
+        """Write DeepSpeed's checkpoint; the options are those of its `save_checkpoint`."""
         if self.engine._driver is None:
             super().save_native(folder, **options)
         else:
             if weights.steps_copies(self.engine._driver.engine):
-                weights.take_changes(self.engine._driver.engine)  # DeepSpeed saves its copies as well
+                weights.copy_changes(self.engine._driver.engine)  # DeepSpeed saves its copies too
             checkpoint.save(self.engine._driver.engine, folder, options)
 
     def check_native(self, names: Collection[str]) -> None:
-        """Reject a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
+        """Reject a checkpoint that DeepSpeed cannot load here, before anything is changed."""
         if self.engine._driver is None:
             super().check_native(names)
         else:
             checkpoint.check(self.engine._driver.engine, names)
 
     def load_native(self, folder: Path, **options: Any) -> None:
-        """Load DeepSpeed's own checkpoint; the options are those of its `load_checkpoint`."""
+        """Load DeepSpeed's checkpoint; the options are those of its `load_checkpoint`."""
         if self.engine._driver is not None:
             checkpoint.load(self.engine._driver.engine, folder, options)
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state; under stage 3 on the main process, and others get an empty dict."""
+        """The full state; under stage 3 on the main process, the others get an empty dict."""
         if checkpoint.is_sharded(model):
             return checkpoint.gather_full_state(model)
         return super().state_dict(model, unwrap)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model as a full state is loaded into it."""
+        """The model, to load a full state into."""
         return checkpoint.ShardedModel(model) if checkpoint.is_sharded(model) else model
 
 
@@ -88,7 +88,7 @@ class DeepSpeedLoaders(Loaders):
     engine: DeepSpeedEngine
 
     def wrap_loader(self, loader: Any) -> Any:
-        """Under sequence parallelism, the loader with the processes of a group working on each batch."""
+        """Under sequence parallelism, a loader whose batches the processes of a group share."""
         if self.engine._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
             return loader
         return ulysses.SequenceParallelLoader(loader, self.engine._groups, self.engine.context.process.device)
@@ -97,35 +97,35 @@ class DeepSpeedLoaders(Loaders):
 class DeepSpeedGradients(Gradients):
     """Gradients in DeepSpeed's buffers, from stage 1 on.
 
-    `reduces_in_backward` is False although stages 2 and 3 do: the window says to `backward` where a step
-    follows, and nobody has to enter `no_sync` for it.
+    `reduces_in_backward` is False although stages 2 and 3 do: `backward` knows from the window whether a step
+    follows, and `no_sync` is not needed for it.
     """
 
     engine: DeepSpeedEngine
 
     @property
     def unsupported_optimizers(self) -> tuple[str, ...]:
-        """From stage 1 on the optimizer steps vectors, in which parameters lie one after the other."""
+        """From stage 1 on the optimizer steps flat vectors of parameters."""
         return ("LBFGS", "Adafactor", "Muon") if self.engine.plugin.zero_stage else ()
 
     @classmethod
     def make_scaler(cls, device_type: str, **options: Any) -> None:
-        """None: DeepSpeed scales losses by itself."""
+        """None: DeepSpeed scales losses itself."""
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward passes are not the window's last; stages 2 and 3 reduce in each."""
+        """A context whose backward passes are not the window's last; stages 2 and 3 still reduce in each."""
         driver = self.engine._driver
         return contextlib.nullcontext() if driver is None or model is not driver.engine else driver.no_sync()
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients gathered in this window; those in parts are multiplied by the step."""
+        """Multiply the gradients accumulated in this window; sharded ones are multiplied in the step."""
         if gradients.in_parameters(self.engine._training.engine):
             super().scale(parameters, factor)
         else:
             self.engine._training.scale(factor)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
-        """The norm so far, at stage 0; None where gradients are in parts that are not complete yet."""
+        """The norm so far, at stage 0; None at other stages, where gradients are not complete yet."""
         if gradients.in_parameters(self.engine._training.engine):
             return super().norm(parameters, norm_type)
         return None
@@ -133,25 +133,25 @@ class DeepSpeedGradients(Gradients):
     def clip_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Have the next step clip by the norm; returns the norm before clipping.
+        """Make the next step clip by the norm; returns the norm before clipping.
 
-        A `gradient_clipping` of the configuration counts too: the smaller one does.
+        The smaller one of this norm and `gradient_clipping` of the configuration is used.
 
         Raises:
-            ValueError: If gradients are in parts, and the norm is not the 2-norm of all of them.
+            ValueError: If gradients are sharded, and the norm is not the 2-norm of all of them.
         """
         driver = self.engine._training
         if gradients.in_parameters(driver.engine):
             scale = gradients.loss_scale(driver.engine)
             scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
-            own: torch.Tensor = scaled / scale
-            return own
+            norm_before: torch.Tensor = scaled / scale
+            return norm_before
         if norm_type != 2 or max_norm <= 0:
             raise ValueError(
                 f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.engine.name} clips by "
                 "the 2-norm, to a positive one."
             )
-        gradients.check_all_given(driver.engine, parameters, self.engine.name)
+        gradients.check_all_parameters(driver.engine, parameters, self.engine.name)
         norm = driver.norm()
         gradients.set_clipping(driver.engine, float(max_norm))
         return norm
@@ -160,21 +160,21 @@ class DeepSpeedGradients(Gradients):
         """Clip each gradient, at stage 0.
 
         Raises:
-            ValueError: If gradients are in parts.
+            ValueError: If gradients are sharded.
         """
         if not gradients.in_parameters(self.engine._training.engine):
             raise ValueError(
-                f"clip_grad_value_: {self.engine.name} keeps gradients in its own parts, and clips them "
-                "by their norm alone. Use clip_grad_norm_, or zero_stage=0."
+                f"clip_grad_value_: {self.engine.name} shards gradients, and clips them only by "
+                "their norm. Use clip_grad_norm_, or zero_stage=0."
             )
         super().clip_value(parameters, clip_value)
 
 
 class DeepSpeedEngine(Engine):
-    """One model is trained by an engine of DeepSpeed's; others beside it are evaluated.
+    """A DeepSpeed engine trains one model; other models are evaluated.
 
-    A model that comes without an optimizer is evaluated: under stage 3 by an engine that shards its
-    parameters, under others as it is.
+    A model that is prepared without an optimizer is evaluated: at stage 3 by an engine that shards its
+    parameters, at other stages unchanged.
     """
 
     states_type = DeepSpeedStates
@@ -187,27 +187,26 @@ class DeepSpeedEngine(Engine):
         check_axes(context, plugin.zero_stage)
         plugin.forget_filled()
         plugin.set_mixed_precision(context.precision.name)
-        # The stage is in the name, as error messages and warnings that show it depend on it.
+        # With the stage, which matters in errors and warnings.
         self.name = f"deepspeed zero {plugin.zero_stage}"
         load(context.process.device)
         has_fp16 = import_deepspeed("accelerator").get_accelerator().is_fp16_supported()
         check_precision(context, plugin.zero_stage, has_fp16)
-        plugin.selected = True  # one that was given alone is active too
-        # One: DeepSpeed's backward is a method of the engine that trains, and the Accelerator's takes a loss
-        # alone.
+        plugin.selected = True  # a single plugin is active too
+        # Only one: backward is a method of DeepSpeed's engine, and the Accelerator's only takes a loss.
         self._driver: DeepSpeedEngineWrapper | None = None
         self._schedules: list[tuple[Any, Any]] = []
         self._groups: Any = None
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The plugin that is active now."""
+        """The active plugin."""
         plugin: DeepSpeedPlugin = self.context.settings()
         return plugin
 
     ignored_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
-        "scaler": "DeepSpeed scales losses by itself. Set the section 'fp16' of its configuration",
+        "scaler": "DeepSpeed scales losses itself. Set the section 'fp16' of its configuration",
     }
 
     @property
@@ -218,7 +217,7 @@ class DeepSpeedEngine(Engine):
     # Preparing
 
     def check(self, request: PrepareRequest) -> None:
-        """Reject what DeepSpeed cannot train, and a configuration that does not fit what is prepared."""
+        """Reject what DeepSpeed cannot train, and a configuration that does not fit the prepared objects."""
         super().check(request)
         pair = self._find_pair(request)
         stage = self.plugin.zero_stage
@@ -230,14 +229,14 @@ class DeepSpeedEngine(Engine):
         if pair is not None and stage:
             check_sparse(pair[0], self.name)
         if pair is not None:
-            # For its errors alone: what it fills in here is filled in again when the engine starts.
+            # Only for its errors: what it fills in here is filled in again when the engine starts.
             complete(self.plugin, self._prepare_info(request, *pair))
 
     def _find_pair(self, request: PrepareRequest) -> tuple[torch.nn.Module, Any] | None:
-        """The model that is to be trained, and its optimizer; None if all models are evaluated.
+        """The model to train, and its optimizer; None if all models are evaluated.
 
         Raises:
-            ValueError: If optimizers and models do not go together one by one.
+            ValueError: If there is more than one optimizer, or it does not match one model.
         """
         if not request.optimizers:
             return None
@@ -254,33 +253,33 @@ class DeepSpeedEngine(Engine):
                 "its own parameters. Prepare it before its first step; load_state restores what "
                 "save_state wrote."
             )
-        held = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        owners = [model for model in request.models if held & {id(item) for item in model.parameters()}]
+        ids = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        owners = [model for model in request.models if ids & {id(item) for item in model.parameters()}]
         if len(owners) != 1:
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {len(owners)} of the models that are prepared "
                 "with it: DeepSpeed makes one engine of one model and its optimizer. Prepare both in one "
-                "call of prepare(), the model not before; several models can be parts of one module."
+                "call of prepare(), the model not before; several models can be submodules of one module."
             )
-        model_has = {id(item) for item in owners[0].parameters()}
-        beside = [item for item in parameters_of([optimizer]) if id(item) not in model_has]
-        if beside:
+        in_model = {id(item) for item in owners[0].parameters()}
+        standalone = [item for item in parameters_of([optimizer]) if id(item) not in in_model]
+        if standalone:
             raise ValueError(
-                f"{type(optimizer).__name__} has a tensor of shape {tuple(beside[0].shape)} that "
+                f"{type(optimizer).__name__} has a tensor of shape {tuple(standalone[0].shape)} that "
                 f"{type(owners[0]).__name__} does not have: {self.name} trains the parameters of one model. "
-                "Make it a torch.nn.Parameter of the model (or of a module that holds both) before the "
-                "optimizer is made."
+                "Make it a torch.nn.Parameter of the model (or of a module with both) before the "
+                "optimizer is created."
             )
         return owners[0], optimizer
 
     def _prepare_info(self, request: PrepareRequest, model: torch.nn.Module, optimizer: Any) -> PrepareInfo:
-        own = [item for item in request.schedulers if _schedules(item, optimizer)]
+        schedulers = [item for item in request.schedulers if _schedules(item, optimizer)]
         return PrepareInfo(
             model=model,
             optimizer=optimizer,
-            scheduler=own[0] if own else None,
+            scheduler=schedulers[0] if schedulers else None,
             batch_sizes=request.batch_sizes,
-            known_batch_size=request.previous_batch_size,
+            previous_batch_size=request.previous_batch_size,
             num_steps=self.context.gradient_state.num_steps,
             num_processes=self.loaders.dp_rank_and_size[1] // self._sequence_parallel_size,
             sequence_parallel_size=self._sequence_parallel_size,
@@ -290,7 +289,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def prepare(self, request: PrepareRequest) -> PrepareRequest:
-        """Make an engine of the model and its optimizer; place the others, or shard them (stage 3)."""
+        """Create an engine for the model and its optimizer; place other models, or shard them (stage 3)."""
         pair = self._find_pair(request)
         models, optimizers = [], []
         for model, put in zip(request.models, request.place_models, strict=True):
@@ -307,45 +306,45 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[Any, Any]:
         info = self._prepare_info(request, model, optimizer)
         config = complete(self.plugin, info)
-        given: dict[str, Any] = {"optimizer": optimizer}
+        options: dict[str, Any] = {"optimizer": optimizer}
         if isinstance(optimizer, DummyOptim):
-            given = {"model_parameters": optimizer.params}
+            options = {"model_parameters": optimizer.params}
         if isinstance(info.scheduler, DummyScheduler) and info.scheduler.lr_scheduler_callable is not None:
-            # DeepSpeed calls it with the optimizer that it has made.
-            given["lr_scheduler"] = info.scheduler.lr_scheduler_callable
-        trained = list(parameters_of([optimizer]))  # before DeepSpeed puts its copies there
-        engine = self._start(model, config, **given)
-        gradients.forget_trial_step(engine)
-        gradients.reduce_alike(engine, self.context.process, self.name)
+            # DeepSpeed calls it with the optimizer that it has created.
+            options["lr_scheduler"] = info.scheduler.lr_scheduler_callable
+        trained = list(parameters_of([optimizer]))  # before DeepSpeed replaces them by its copies
+        engine = self._start(model, config, **options)
+        gradients.undo_trial_step(engine)
+        gradients.reduce_matching(engine, self.context.process, self.name)
         reject_create_graph(engine.module, self.name)
         if self._groups is not None:
-            gradients.count_parts_once(engine)
+            gradients.average_over_all_ranks(engine)
         self._driver = DeepSpeedEngineWrapper(engine, trained)
         wrapper = DeepSpeedOptimizerWrapper(
             engine.basic_optimizer, self._driver, gradient_state=self.context.gradient_state
         )
         if isinstance(info.scheduler, DummyScheduler):
-            own = DeepSpeedSchedulerWrapper(
+            scheduler = DeepSpeedSchedulerWrapper(
                 engine.lr_scheduler, wrapper, gradient_state=self.context.gradient_state
             )
-            self._schedules.append((info.scheduler, own))
+            self._schedules.append((info.scheduler, scheduler))
         return engine, wrapper
 
-    def _start(self, model: torch.nn.Module, config: dict[str, Any], **given: Any) -> Any:
-        """Have DeepSpeed make an engine of a model."""
+    def _start(self, model: torch.nn.Module, config: dict[str, Any], **options: Any) -> Any:
+        """Create a DeepSpeed engine for a model."""
         self.plugin.set_moe_leaf_modules(model)
         if not self.plugin.hf_ds_config.is_true("torch_autocast.enabled"):
-            # Parameters are in lower precision, and operations like norms still compute in fp32.
+            # Parameters are in lower precision, but operations like norms still compute in fp32.
             wrap_forward(model, self.context.precision, self.context.process.device.type)
         with started(self.context.process) as deepspeed:
-            if self._sequence_parallel_size > 1 and given:
+            if self._sequence_parallel_size > 1 and options:
                 assert self.context.parallelism is not None, "it has the size"
-                given["mpu"] = self._groups = ulysses.register(
+                options["mpu"] = self._groups = ulysses.register(
                     model, self.context.parallelism, config["train_micro_batch_size_per_gpu"]
                 )
-            # It returns a loader and a schedule too, which are the Accelerator's here.
-            engine, *_ = deepspeed.initialize(model=model, config=config, **given)
-        for buffer in model.buffers():  # DeepSpeed takes parameters alone from the first process
+            # It also returns a loader and a scheduler; here the Accelerator prepares these.
+            engine, *_ = deepspeed.initialize(model=model, config=config, **options)
+        for buffer in model.buffers():  # DeepSpeed broadcasts only parameters
             dist.broadcast(buffer, 0)
         self._compile(engine)
         return engine
@@ -358,14 +357,13 @@ class DeepSpeedEngine(Engine):
         if dynamo.use_regional_compilation:
             compile_regions_deepspeed(engine.module, **options)
             return
-        # By its own method, which compiles in place: torch.compile would return another object than the
-        # engine.
+        # In place, by DeepSpeed's method: torch.compile would return another object than the engine.
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _prepare_evaluated(
         self, model: torch.nn.Module, put: bool, request: PrepareRequest
     ) -> torch.nn.Module:
-        # Below stage 3 every process has all weights, and nothing has to gather them.
+        # Below stage 3 every process has all weights, which need not be gathered.
         if self.plugin.zero_stage != 3:
             return super().prepare_model(model, put, evaluation_mode=True)
         engine: torch.nn.Module = self._start(
@@ -374,26 +372,26 @@ class DeepSpeedEngine(Engine):
         return engine
 
     def release(self) -> None:
-        """Take the engine's hooks off the model, and forget it; "auto" settings are filled in again."""
+        """Remove the engine's hooks from the model, and drop it; "auto" settings are "auto" again."""
         if self._driver is not None:
-            # Without it hooks on the model's modules keep the engine, and with it all optimizer states.
+            # Otherwise hooks on the model's modules keep the engine alive, with all optimizer states.
             self._driver.engine.destroy()
         self._driver, self._groups = None, None
         self._schedules.clear()
         self.plugin.forget_filled()
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
-        """The schedule that a stand-in stands for.
+        """The scheduler that replaces a placeholder.
 
         Raises:
             ValueError: If its optimizer was prepared without it.
         """
-        for stand_in, own in self._schedules:
-            if scheduler is stand_in:
-                return own
+        for placeholder, prepared in self._schedules:
+            if scheduler is placeholder:
+                return prepared
         if isinstance(scheduler, DummyScheduler):
             raise ValueError(
-                "DummyScheduler stands for a schedule that DeepSpeed makes together with its engine. Pass it "
+                "DummyScheduler stands for a scheduler that DeepSpeed creates with its engine. Pass it "
                 "to the same call of prepare() as the model and the optimizer."
             )
         return None
@@ -410,7 +408,7 @@ class DeepSpeedEngine(Engine):
         return self._driver
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Have the engine run the backward pass; the window says whether a step follows."""
+        """Run the engine's backward pass; the window decides whether a step follows."""
         self._training.backward(loss, self.context.gradient_state.sync_gradients, **kwargs)
 
 
@@ -418,5 +416,5 @@ def _schedules(scheduler: Any, optimizer: Any) -> bool:
     """Whether a schedule (or a stand-in, or a prepared one) is that of an optimizer."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     # torch's schedulers have it; a prepared optimizer is a wrapper, with the real one inside.
-    own = getattr(scheduler, "optimizer", None)
-    return own is optimizer or getattr(own, "optimizer", own) is optimizer
+    scheduled = getattr(scheduler, "optimizer", None)
+    return scheduled is optimizer or getattr(scheduled, "optimizer", scheduled) is optimizer

@@ -1,8 +1,8 @@
 """The gradients of one DeepSpeed engine between backward and step: their norm, clipping and scaling.
 
-Where they are depends on the stage. Stage 0 has them in `parameter.grad`; the others in their own parts,
-of which only the optimizer that DeepSpeed made knows. What is used of it below is no documented interface;
-the engine contract's tests compare every result with plain torch.
+Where they are depends on the stage: in `parameter.grad` at stage 0, otherwise in buffers of DeepSpeed's
+optimizer. The attributes used below are not documented; the engine contract's tests compare every result
+with plain torch.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 def in_parameters(engine: Any) -> bool:
     """Whether the gradients are in `parameter.grad`, as they are at stage 0."""
-    return not engine.zero_optimization() and not _accumulates_apart(engine)
+    return not engine.zero_optimization() and not _accumulates_separately(engine)
 
 
-def count_parts_once(engine: Any) -> None:
-    """Average gradients over all processes where groups share sequences, and count each once in norms.
+def average_over_all_ranks(engine: Any) -> None:
+    """Average gradients over all processes under sequence parallelism, and count each once in norms.
 
-    DeepSpeed (0.19) averages so at stage 3 with `reduce_scatter` alone. Elsewhere it divides by the number of
-    groups, and gradients are as many times too large as a group has processes.
+    DeepSpeed (0.19) does so only at stage 3 with `reduce_scatter`. Otherwise it divides by the number of
+    groups, and gradients are too large by the size of a group.
     """
     for reducer in (engine, engine.optimizer):
-        if hasattr(reducer, "sequence_parallel_size"):  # read for that divisor alone
+        if hasattr(reducer, "sequence_parallel_size"):  # only used for that divisor
             reducer.sequence_parallel_size = 1
-    if _accumulates_apart(engine):
-        engine.optimizer.mpu = None  # it takes the groups for ones that split parameters, and finds no norm
+    if _accumulates_separately(engine):
+        engine.optimizer.mpu = None  # else it takes them for model-parallel groups, and computes no norm
 
 
 def norm(engine: Any) -> torch.Tensor:
-    """The 2-norm of the reduced gradients, over all processes, where they are not in the parameters."""
+    """The 2-norm of the reduced gradients over all processes, if they are not in `.grad`."""
     optimizer = engine.optimizer
-    if _accumulates_apart(engine):
-        apart: torch.Tensor = import_deepspeed("runtime.utils").get_global_norm_of_tensors(
+    if _accumulates_separately(engine):
+        separate: torch.Tensor = import_deepspeed("runtime.utils").get_global_norm_of_tensors(
             optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu
         )
-        return apart
+        return separate
     if engine.zero_optimization_stage() == 3:
         # Private (0.19), as are most attributes of the optimizers here.
         groups = optimizer._get_norm_groups()
@@ -60,20 +60,20 @@ def norm(engine: Any) -> torch.Tensor:
     return total
 
 
-def check_all_given(engine: Any, parameters: Iterable[torch.Tensor], name: str) -> None:
-    """Check that parameters to clip are all that are trained: DeepSpeed clips them by one norm.
+def check_all_parameters(engine: Any, parameters: Iterable[torch.Tensor], name: str) -> None:
+    """Check that the parameters to clip are all trained ones: DeepSpeed clips them by one norm.
 
     Args:
         engine: The engine.
-        parameters: Those to clip.
-        name: What the Accelerator's engine is called.
+        parameters: The parameters to clip.
+        name: The name of the Accelerator's engine.
 
     Raises:
         ValueError: If one is missing.
     """
-    held = {id(item) for item in parameters}
+    clipped = {id(item) for item in parameters}
     trained = {key: id(item) for key, item in engine.module.named_parameters() if item.requires_grad}
-    missing = [key for key in trained if trained[key] not in held]
+    missing = [key for key in trained if trained[key] not in clipped]
     if missing:
         raise ValueError(
             f"clip_grad_norm_ got {len(trained) - len(missing)} of the {len(trained)} parameters that are "
@@ -82,24 +82,24 @@ def check_all_given(engine: Any, parameters: Iterable[torch.Tensor], name: str) 
 
 
 def set_clipping(engine: Any, max_norm: float) -> None:
-    """Have the next step clip gradients to a norm, or to that of the configuration where it is smaller."""
-    own = engine.gradient_clipping()
-    smaller = min(max_norm, own) if own > 0.0 else max_norm
-    # What DeepSpeed takes for "no clipping" is 0.
+    """Make the next step clip gradients to a norm, or to that of the configuration if it is smaller."""
+    configured = engine.gradient_clipping()
+    smaller = min(max_norm, configured) if configured > 0.0 else max_norm
+    # DeepSpeed does not clip if it is 0.
     engine.optimizer.clip_grad = 0.0 if smaller == float("inf") else smaller
 
 
 def begin_pass(engine: Any) -> None:
-    """Have stage 3 add the gradients of a backward pass to those of the pass before.
+    """Make stage 3 add the gradients of a backward pass to those of the previous one.
 
-    DeepSpeed (0.19) does so in forward, and otherwise takes a pass that follows another for a part of it.
+    DeepSpeed (0.19) does so in forward, and otherwise takes two consecutive passes for one.
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.clear_backward_seen_flag()
 
 
 def reduce(engine: Any) -> None:
-    """Reduce gradients that backward passes inside of a window have gathered."""
+    """Reduce the gradients that backward passes inside a window have accumulated."""
     engine.set_gradient_accumulation_boundary(True)
     if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them, pass by pass
         engine.optimizer.finalize_gradient_accumulation_boundary()
@@ -113,8 +113,8 @@ def loss_scale(engine: Any) -> Any:
 
 
 def scale_now(engine: Any, factor: float | torch.Tensor) -> bool:
-    """Multiply the gradients gathered so far where they can be reached; returns whether they can."""
-    if not _accumulates_apart(engine):
+    """Multiply the gradients accumulated so far, if they are accessible; returns whether they are."""
+    if not _accumulates_separately(engine):
         return False
     for gradients in engine.optimizer.fp32_groups_gradients_flat:
         gradients.mul_(factor)
@@ -123,17 +123,17 @@ def scale_now(engine: Any, factor: float | torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def scaled(engine: Any, factor: float | torch.Tensor | None) -> Iterator[None]:
-    """A context in which a step takes the gradients, and their norm, times a factor.
+    """A context in which a step multiplies the gradients, and their norm, by a factor.
 
-    The optimizers of the stages 1 to 3 divide gradients by the loss scale, which may be set from outside.
+    The optimizers of stages 1 to 3 divide gradients by the loss scale, which can be overridden.
     """
     if factor is None:
         yield
         return
     optimizer = engine.optimizer
     before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
-    # A window without any weight has the factor 0, and the gradient 0.
-    # DeepSpeed divides by the scale that is set here, so that its reciprocal multiplies.
+    # DeepSpeed divides by the scale, so the reciprocal multiplies. A window without any weight has the factor
+    # 0, and the gradient 0.
     optimizer.override_loss_scale(loss_scale(engine) * torch.as_tensor(factor).reciprocal())
     try:
         yield
@@ -142,22 +142,23 @@ def scaled(engine: Any, factor: float | torch.Tensor | None) -> Iterator[None]:
 
 
 def discard(engine: Any) -> None:
-    """Forget gradients that no step has used."""
+    """Drop gradients that no step has used."""
     optimizer = engine.optimizer
     optimizer.zero_grad()
     if engine.zero_optimization_stage() in (1, 2):
         optimizer.micro_step_id = -1  # offloaded gradients of a first micro-batch are copied, not added
-    # What stages 1 and 2 gather for the step: `zero_grad` leaves it, and the next window would add to it.
+    # Gradients that stages 1 and 2 collect for the step: `zero_grad` keeps them, and the next window would
+    # add to them.
     for name in ("averaged_gradients", "all_grad_tensors"):
         gathered: dict[int, Any] = getattr(optimizer, name, {})
         for group in gathered:
             gathered[group] = None
 
 
-def forget_trial_step(engine: Any) -> None:
-    """Undo the step that stage 0 takes in half precision, with gradients of 0, to make optimizer states.
+def undo_trial_step(engine: Any) -> None:
+    """Undo the step with zero gradients that stage 0 takes in half precision to create optimizer states.
 
-    It counts as a step, and decays the fp32 copies of the weights.
+    It counts as a step, and applies weight decay to the fp32 copies of the weights.
     """
     if engine.zero_optimization() or not hasattr(engine.optimizer, "initialize_optimizer_states"):
         return
@@ -165,18 +166,18 @@ def forget_trial_step(engine: Any) -> None:
     engine.optimizer.refresh_fp32_params()
 
 
-def reduce_alike(engine: Any, process: ProcessInfo, name: str) -> None:
-    """Have each gradient be reduced with that of the same parameter, where processes use different ones.
+def reduce_matching(engine: Any, process: ProcessInfo, name: str) -> None:
+    """Make sure that gradients of the same parameter are reduced, if processes use different parameters.
 
-    DeepSpeed lays the gradients of a process into buckets, and adds up the buckets.
+    DeepSpeed collects the gradients of a process in buckets, and sums the buckets.
 
     Args:
         engine: The engine.
         process: This process.
-        name: What the Accelerator's engine is called.
+        name: The name of the Accelerator's engine.
     """
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    if process.world_size == 1 or not stage or _accumulates_apart(engine):
+    if process.world_size == 1 or not stage or _accumulates_separately(engine):
         return
     if stage == 3:
         check_same_order(engine.module, _gathered_modules(engine.module), process, name, ZERO3_FIX)
@@ -188,7 +189,7 @@ def reduce_alike(engine: Any, process: ProcessInfo, name: str) -> None:
 
 
 def _gathered_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules whose parameters stage 3 gathers together."""
+    """The modules whose parameters stage 3 gathers at once."""
     leaves = [name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     return {
         name: module
@@ -204,7 +205,7 @@ def _reduce_all(reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> None:
             parameter.grad = torch.zeros_like(parameter)
             if optimizer.use_grad_accum_attribute:
                 optimizer._fill_param_grad_accum_attribute(parameter)
-    # The class's method, as the instance's is this function; weakly bound, so that the engine can be freed.
+    # The class's method, as the instance's is this function; weakly bound: the engine can be freed.
     type(optimizer).reduce_gradients(optimizer, *args, **kwargs)
 
 
@@ -215,31 +216,31 @@ def _reduce_checked(
     names: dict[int, str],
     comm_dtype: Any = None,
 ) -> None:
-    """Reduce what is in buckets, once all processes have the same in them.
+    """Reduce the buckets, after a check that all processes have the same parameters in them.
 
     Raises:
-        RuntimeError: If they have not; on all processes.
+        RuntimeError: On all processes, if they do not.
     """
     optimizer: Any = reference()
     places = [item[:2] for bucket in optimizer.ipg_buckets.values() for item in bucket.params]
     number = zlib.crc32(repr((comm_dtype, places)).encode())
-    here = torch.tensor([number, -number], device=process.device)
-    dist.all_reduce(here, dist.ReduceOp.MAX)
-    if here[0] != -here[1]:
-        own = {names[id(optimizer.bit16_groups[group][place])] for group, place in places}
+    extremes = torch.tensor([number, -number], device=process.device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if extremes[0] != -extremes[1]:
+        local_names = {names[id(optimizer.bit16_groups[group][place])] for group, place in places}
         every: list[Any] = [None] * process.world_size
-        dist.all_gather_object(every, own)
-        differing = sorted(set.union(*every) - set.intersection(*every)) or sorted(own)
-        ranks = [rank for rank, held in enumerate(every) if differing[0] in held]
+        dist.all_gather_object(every, local_names)
+        differing = sorted(set.union(*every) - set.intersection(*every)) or sorted(local_names)
+        ranks = [rank for rank, found in enumerate(every) if differing[0] in found]
         raise RuntimeError(
             f"{name}: {differing[0]} has a gradient on processes {ranks} of {process.world_size}, or comes "
-            "at another place in backward: DeepSpeed would add it to that of another parameter. Use all "
+            "at another position in backward: DeepSpeed would add it to that of another parameter. Use all "
             "parameters on all processes (add 0.0 * parameter.sum() to the loss); or set zero_stage=1 "
             "without overlap_comm, where missing gradients count as zeros."
         )
     type(optimizer).reduce_ipg_grads(optimizer, comm_dtype=comm_dtype)
 
 
-def _accumulates_apart(engine: Any) -> bool:
+def _accumulates_separately(engine: Any) -> bool:
     """Whether gradients are in a buffer of another precision than parameters (stage 1, bf16 and fp32)."""
     return hasattr(engine.optimizer, "fp32_groups_gradients_flat")

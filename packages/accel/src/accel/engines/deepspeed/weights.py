@@ -1,7 +1,6 @@
-"""The copies of the weights that a DeepSpeed engine's optimizer steps, and what it cannot follow.
+"""The copies of the weights that a DeepSpeed engine's optimizer steps, and changes that it cannot follow.
 
-Which attributes hold them is no documented interface (0.19); the engine tests compare every result with plain
-torch.
+The attributes are not documented (DeepSpeed 0.19); the engine tests compare every result with plain torch.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Attributes of DeepSpeed's optimizers, by stage: the weights as the model has them, the optimizer's copies,
-# and whether the first are the parts of all processes.
+# Attributes of DeepSpeed's optimizers, by stage: the model's weights, the optimizer's copies, and whether the
+# former are the shards of all processes.
 _COPIES = (
     ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", False),  # 3
     ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", True),  # 1 and 2
@@ -27,52 +26,52 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def steps_copies(engine: Any) -> bool:
-    """Whether the optimizer steps copies of the weights: at stage 0 in full precision it does not."""
+    """Whether the optimizer steps copies of the weights; not at stage 0 in full precision."""
     return engine.optimizer is not engine.basic_optimizer
 
 
 def sums(engine: Any) -> torch.Tensor:
-    """Sums over the bits of the weights that this process steps, which show whether a script changes them.
+    """Checksums of the weights that this process steps, which show whether a script changes them.
 
-    They are made on the weights' device: comparing with copies in the CPU's memory takes longer than a step.
+    Computed on the weights' device: comparing with copies in CPU memory takes longer than a step.
     """
-    found = [item for weights, _ in _copies(engine.optimizer) for item in _sums(weights.detach())]
-    return torch.cat(found) if found else torch.empty(0)
+    all_sums = [item for weights, _ in _copies(engine.optimizer) for item in _sums(weights.detach())]
+    return torch.cat(all_sums) if all_sums else torch.empty(0)
 
 
 def _sums(weights: torch.Tensor) -> Iterator[torch.Tensor]:
     bits = weights.reshape(-1).view(_BITS[weights.element_size()])
     rows = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
-    # Both ways, so that elements that are exchanged show.
+    # Rows and columns, to detect swapped elements.
     yield from (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].long())
 
 
-def take_changes(engine: Any, known: torch.Tensor | None = None) -> None:
-    """Give the optimizer's copies the weights that a script has changed since the last step.
+def copy_changes(engine: Any, known: torch.Tensor | None = None) -> None:
+    """Copy weights that a script has changed since the last step to the optimizer's copies.
 
     Args:
         engine: The engine.
-        known: The sums of weights that the copies have; None to compare in any case.
+        known: The checksums of the weights in the copies; None to always compare.
     """
     optimizer = engine.optimizer
-    whole = [item for item in getattr(optimizer, "persistent_parameters", ()) if item.data.numel()]
-    if whole:  # small ones at stage 3, which stay whole between steps
-        whole[0].partition(whole, has_been_updated=True)
+    full = [item for item in getattr(optimizer, "persistent_parameters", ()) if item.data.numel()]
+    if full:  # small ones at stage 3, which are not sharded between steps
+        full[0].partition(full, has_been_updated=True)
     if known is not None and torch.equal(known, sums(engine)):
         return
     with torch.no_grad():
         for weights, copied in _copies(optimizer):
             weights = weights.detach().to(copied.device)
             if not torch.equal(copied.to(weights.dtype), weights):
-                # The others keep the digits that half precision drops.
+                # Unchanged elements keep the digits that half precision drops.
                 is_same = copied.to(weights.dtype) == weights
                 copied.copy_(torch.where(is_same, copied, weights.to(copied.dtype)))
 
 
 def _copies(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What this process steps, as the model has it and as the optimizer does, but for what is on a disk."""
-    found = [names for names in _COPIES if hasattr(optimizer, names[1])]
-    for name, of_copies, are_all in found[:1]:
+    """Pairs of the model's weights and the optimizer's copies that this process steps; not those on disk."""
+    existing = [names for names in _COPIES if hasattr(optimizer, names[1])]
+    for name, of_copies, are_all in existing[:1]:
         pairs = zip(getattr(optimizer, name), getattr(optimizer, of_copies), strict=True)
         for number, (weights, copied) in enumerate(pairs):
             if are_all:
@@ -84,29 +83,29 @@ def _copies(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class TrainedParameters:
-    """Which parameters were trained when DeepSpeed made its engine; it steps those from then on.
+    """The parameters that were trained when DeepSpeed created its engine, which it steps from then on.
 
     Args:
         model: The model.
-        given: The parameters that the optimizer was made from.
+        optimized: The parameters that the optimizer was created with.
     """
 
-    def __init__(self, model: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
-        held = {id(item) for item in given}
+    def __init__(self, model: torch.nn.Module, optimized: Iterable[torch.Tensor] = ()) -> None:
+        ids = {id(item) for item in optimized}
         self._parameters = {
             f"{type(model).__name__}.{name}": (item, item.requires_grad)
             for name, item in model.named_parameters()
-            if id(item) in held
+            if id(item) in ids
         }
         self._changed: set[str] = set()  # in all backward passes of the window
 
     def before_pass(self, is_first: bool, loses_gradients: bool, engine: str) -> None:
-        """Note what is frozen or unfrozen in a backward pass.
+        """Record what is frozen or unfrozen in a backward pass.
 
         Args:
             is_first: Whether it is the first one of its window.
-            loses_gradients: Whether gradients of earlier passes are lost where a parameter is frozen.
-            engine: What the Accelerator's engine is called.
+            loses_gradients: Whether gradients of previous passes are lost where a parameter is frozen.
+            engine: The name of the Accelerator's engine.
 
         Raises:
             RuntimeError: If gradients of this window would be lost.
@@ -125,18 +124,18 @@ class TrainedParameters:
         self._changed = changed if is_first else self._changed & changed
 
     def check_step(self, engine: str) -> None:
-        """Reject a step of which DeepSpeed cannot leave parameters out, or take others in.
+        """Reject a step for which DeepSpeed would have to leave parameters out, or add some.
 
         Raises:
-            RuntimeError: If parameters were frozen or unfrozen in the whole window.
+            RuntimeError: If parameters were frozen or unfrozen during the full window.
         """
         if self._changed:
             name = min(self._changed)
             became = "frozen" if self._parameters[name][1] else "unfrozen"
             raise RuntimeError(
                 f"{name} was {became} after prepare(): {engine} steps the parameters that were trained then, "
-                "all of them in one vector, so that frozen ones would go on moving, and unfrozen ones would "
-                "rest. Save the weights, call accelerator.free_memory(), and prepare the model again with a "
-                "new optimizer; give the parameters a group with lr=0 while they rest; or train under FSDP "
-                "(version 2) or DDP."
+                "all of them in one vector, so frozen ones would still be updated, and unfrozen ones would "
+                "not. Save the weights, call accelerator.free_memory(), and prepare the model again with a "
+                "new optimizer; give the parameters a group with lr=0 while they are frozen; or train under "
+                "FSDP (version 2) or DDP."
             )

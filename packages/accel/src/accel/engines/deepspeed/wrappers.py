@@ -128,7 +128,7 @@ class DeepSpeedEngineWrapper:
         self.finish_window()
         if weights.steps_copies(self.engine):
             self._trained.check_step(self.name)
-            weights.take_changes(self.engine, self._sums)
+            weights.copy_changes(self.engine, self._sums)
         with gradients.scaled(self.engine, self._factor):
             self.engine.step()
         if weights.steps_copies(self.engine):

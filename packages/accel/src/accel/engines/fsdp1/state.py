@@ -61,7 +61,7 @@ def full_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict[
     return full
 
 
-def group_namess(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
+def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
     """The names of the parameters in each group of an optimizer.
 
     Those in a flat parameter are in the order of the original model: the user's order is not known.
