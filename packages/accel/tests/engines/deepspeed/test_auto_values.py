@@ -24,7 +24,7 @@ def info(**changes: Any) -> PrepareInfo:
         previous_batch_size=None,
         num_steps=2,
         num_processes=3,
-        moves=3,
+        scheduler_steps_per_step=3,
         device_type="cpu",
         mixed_precision="no",
     )

@@ -24,7 +24,7 @@ def test_every_setting_reaches_deepspeed(monkeypatch, is_variable):
         ),
         "runtime.sequence_parallel.ulysses_sp": SimpleNamespace(UlyssesSPAttentionHF=attention),
     }
-    monkeypatch.setattr(ulysses, "part", parts.__getitem__)
+    monkeypatch.setattr(ulysses, "import_deepspeed", parts.__getitem__)
     functions = SimpleNamespace(ALL_ATTENTION_FUNCTIONS={})
     monkeypatch.setattr(ulysses, "import_module", lambda name: functions)
     handler = DeepSpeedSequenceParallelConfig(
@@ -55,7 +55,7 @@ def test_parts_of_sequences_can_be_flattened(monkeypatch):
         def __iter__(self):
             yield {"shift_labels": torch.arange(12).view(2, 6)[:, :3], "note": "whole"}
 
-    monkeypatch.setattr(ulysses, "part", lambda name: SimpleNamespace(UlyssesSPDataLoaderAdapter=Adapter))
+    monkeypatch.setattr(ulysses, "import_deepspeed", lambda name: SimpleNamespace(UlyssesSPDataLoaderAdapter=Adapter))
     groups = SimpleNamespace(
         get_sequence_parallel_rank=lambda: 0,
         get_sequence_parallel_group=lambda: None,

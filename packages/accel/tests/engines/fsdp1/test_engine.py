@@ -201,7 +201,7 @@ def check_what_reaches_torch() -> None:
     assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert raw.embed.weight.shape == (6, 6)  # ignored: whole, and no part of a flat parameter
     assert raw.head.weight is raw.embed.weight
-    flats = [handle.flat_param for _, handle in flat.parts([model])]
+    flats = [handle.flat_param for _, handle in flat.fsdp_units([model])]
     with accelerator.no_sync(model):
         accelerator.backward(model(data()).square().mean())
     assert all(item.grad.numel() == item._unpadded_unsharded_size.numel() for item in flats)

@@ -372,7 +372,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_alternative(world):
     assert "'transformer_based_wrap' with transformer_cls_names_to_wrap" in found["checkpointing"]
     assert "head.weight" in found["ignored"] or "embed.weight" in found["ignored"]
     assert "requires_grad_(False)" in found["ignored"]
-    assert "'heads' means no module of Net" in found["nothing"]
+    assert "'heads' matches no module of Net" in found["nothing"]
     assert "layers.0.linear.bias in torch.bfloat16" in found["dtypes"]
     assert "cpu_ram_efficient_loading=True" in found["meta"]
     assert "without device_map" in found["map"]

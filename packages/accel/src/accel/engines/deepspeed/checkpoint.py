@@ -106,7 +106,7 @@ def _read(allowed: list[Any], path: str, map_location: Any = None) -> Any:
         with torch.serialization.safe_globals(allowed):
             return torch_load(path, map_location, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} has more than tensors and plain values, or is damaged.") from error
+        raise CheckpointError(f"{path} holds more than tensors and plain values, or is damaged.") from error
 
 
 def _allowed() -> list[Any]:

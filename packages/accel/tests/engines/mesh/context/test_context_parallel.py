@@ -237,7 +237,7 @@ def misuse() -> list[str]:
 def test_what_would_be_wrong_in_silence_is_an_error(world):
     unused, twice, late = world.run(misuse)[0]
 
-    assert "no attention went around the ring" in unused
+    assert "no attention used the ring" in unused
     assert "attn_implementation='sdpa'" in unused
     assert "entered inside itself" in twice
     assert "Call accelerator.backward(loss) inside" in late
