@@ -1,4 +1,4 @@
-"""Running a model whose parts are on several devices, in memory and on the disk, as a device map says."""
+"""Running a model whose modules are on several devices, in memory and on disk, according to a device map."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place a model as a device map says, and have it run so.
+    """Place a model according to a device map, and make it run that way.
 
-    What the map puts on "disk", or on "cpu" beside an accelerator, is offloaded: its weights come to the main
-    device while their module runs. Tied weights stay tied; they are not offloaded if one of their modules is
-    not. A model that is dispatched already is dispatched again.
+    What the map puts on "disk", or on "cpu" next to an accelerator, is offloaded: its weights are moved to
+    the main device while their module runs. Tied weights stay tied; they are not offloaded if one of their
+    modules is not. A model that is dispatched already is dispatched again.
 
     Args:
         model: The model. It gets `hf_device_map`, a copy of the map.
@@ -89,22 +89,22 @@ def dispatch_model(
     check_not_sharded(model)
     # Weights as well as modules: a map may place one weight by itself.
     names = {name for name, _ in model.named_modules(remove_duplicate=False)} | named_tensors(model).keys()
-    known_map = {name: device for name, device in device_map.items() if name in names}
+    existing_map = {name: device for name, device in device_map.items() if name in names}
     # As devices: 0, "cuda:0" and torch.device("cuda", 0) are one.
     kinds = {
-        str(device) if str(device) == "disk" else str(as_device(device)) for device in known_map.values()
+        str(device) if str(device) == "disk" else str(as_device(device)) for device in existing_map.values()
     }
-    # A model wholly on the disk runs through hooks alone.
+    # A model that is entirely on disk only runs through hooks.
     if len(kinds) > 1 or kinds == {"disk"} or force_hooks:
-        main = find_main_device(known_map) if main_device is None else as_device(main_device)
+        main = find_main_device(existing_map) if main_device is None else as_device(main_device)
         _spread(
-            model, known_map, main, state_dict or {}, offload_dir, offload_index,
+            model, existing_map, main, state_dict or {}, offload_dir, offload_index,
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
         )  # fmt: skip
-    elif known_map:
-        _move_whole(model, known_map, offload_dir, offload_index)
+    elif existing_map:
+        _move_to_device(model, existing_map, offload_dir, offload_index)
     # Clients read this attribute, transformers among them.
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -205,9 +205,9 @@ def _spread(
     skip_keys: str | list[str] | None,
     preload_module_classes: list[str] | None,
 ) -> None:
-    """Attach the hooks with which a model runs over several devices; offloaded weights are stored first."""
-    # What an earlier dispatch has offloaded; its hooks stay until nothing can be wrong any more.
-    earlier = offloaded_values(model)
+    """Attach the hooks that run a model over several devices; offloaded weights are stored first."""
+    # What a previous dispatch has offloaded; its hooks stay until all checks have passed.
+    previous = offloaded_values(model)
     offloaded = offloaded_kinds(main)
 
     def place(name: str) -> str | None:
@@ -215,12 +215,12 @@ def _spread(
         kind = str(device_for(name, device_map, default=main))
         return kind if kind in offloaded else None
 
-    # What the caller gives comes before the values of an earlier dispatch.
-    wanted = collect(model, place, offload_buffers, {**earlier, **state_dict}, folder, index)
-    earlier = {**_listed_values(model, wanted.names, folder, index), **earlier}
-    _check_resident(model, device_map, wanted.names | earlier.keys())
+    # The user's values take precedence over those of a previous dispatch.
+    wanted = collect(model, place, offload_buffers, {**previous, **state_dict}, folder, index)
+    previous = {**_listed_values(model, wanted.names, folder, index), **previous}
+    _check_resident(model, device_map, wanted.names | previous.keys())
     written = wanted.write()
-    _take_hooks_away(model, {name: earlier[name] for name in earlier.keys() - wanted.names})
+    _remove_hooks(model, {name: previous[name] for name in previous.keys() - wanted.names})
     weights = OffloadedWeightsLoader(wanted.in_memory, folder, written) if wanted.on_disk else None
     try:
         _attach(
@@ -229,7 +229,7 @@ def _spread(
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
         )  # fmt: skip
-        # After attaching: it gives itself to the hooks that are there.
+        # After attaching: it registers with the attached hooks.
         use_prefetcher(model, wanted.on_disk)
         add_hook_to_module(model, MoveGuard(bool(wanted.on_disk or wanted.in_memory)), append=True)
     except BaseException:
@@ -237,40 +237,42 @@ def _spread(
         raise
 
 
-def _move_whole(
+def _move_to_device(
     model: nn.Module,
     device_map: DeviceMap,
     folder: Folder | None,
     index: Mapping[str, Mapping[str, Any]] | None,
 ) -> None:
-    """Move a model that is on one device as a whole, without hooks."""
+    """Move the full model to one device, without hooks."""
     device = as_device(next(iter(device_map.values())))
-    earlier = {**_listed_values(model, (), folder, index), **offloaded_values(model)}
-    _check_resident(model, device_map, earlier.keys())
-    _take_hooks_away(model, earlier)
-    # Models of quantized weights reject to() even where there is nothing to move.
+    previous = {**_listed_values(model, (), folder, index), **offloaded_values(model)}
+    _check_resident(model, device_map, previous.keys())
+    _remove_hooks(model, previous)
+    # Quantized models reject to() even if there is nothing to move.
     if any(tensor.device != device for tensor, _ in named_tensors(model).values()):
         model.to(device)
 
 
-def _take_hooks_away(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Remove the hooks of an earlier dispatch, and give weights values that they had from the hooks alone.
+def _remove_hooks(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Remove the hooks of a previous dispatch, and restore the weights that only the hooks had.
 
-    Hooks of other kinds are added again.
+    Other hooks are added again.
     """
     for module in model.modules():
         hooks = hooks_of(module)
         # Hooks of the user stay, in their order.
-        others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook | EndOfForward | MoveGuard)]
-        if len(others) < len(hooks):
+        user_hooks = [
+            hook for hook in hooks if not isinstance(hook, AlignDevicesHook | EndOfForward | MoveGuard)
+        ]
+        if len(user_hooks) < len(hooks):
             remove_hook_from_module(module)
-            for hook in others:
+            for hook in user_hooks:
                 add_hook_to_module(module, hook, append=True)
     fill_meta(model, values)
 
 
 def _forget_replaced(model: nn.Module) -> None:
-    """Have hooks of an earlier dispatch forget the weights in whose places others have been loaded."""
+    """Make hooks of a previous dispatch drop weights that were replaced by loading others."""
     for module in model.modules():
         for hook in hooks_of(module):
             if isinstance(hook, AlignDevicesHook):
@@ -297,13 +299,13 @@ def _listed_values(
     }
 
 
-def _check_resident(model: nn.Module, device_map: DeviceMap, given: Collection[str]) -> None:
-    """Check that what is not offloaded has values, before anything moves."""
+def _check_resident(model: nn.Module, device_map: DeviceMap, with_values: Collection[str]) -> None:
+    """Check that weights that are not offloaded have values, before anything moves."""
     lost = [
         name
         for name, (tensor, _) in named_tensors(model).items()
         if tensor.is_meta
-        and name not in given
+        and name not in with_values
         and str(device_for(name, device_map, default="meta")) not in ("meta", "disk")
     ]
     if lost:
@@ -344,7 +346,7 @@ def _attach(
 def _raise_weights_to_modules(
     model: nn.Module, execution: dict[str, Device], offload: dict[str, bool], main: torch.device
 ) -> None:
-    """Have a module offload if the map names a weight of it on its own that is offloaded."""
+    """Offload a module if the map offloads one of its weights by name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     # What is no module is a weight.
     for name in [name for name in offload if name not in modules]:

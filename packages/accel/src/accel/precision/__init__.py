@@ -1,1 +1,1 @@
-"""Changes to models that any engine makes: precision, compilation, fp8."""
+"""Precision and compilation of models: autocast, fp8, regional compilation."""

@@ -47,7 +47,7 @@ class AutocastForward:
         self.precision = precision
         self.device_type = device_type
         functools.update_wrapper(self, forward)
-        # What update_wrapper sets would be a cycle with the module.
+        # update_wrapper would create a cycle with the module.
         self.__wrapped__ = self.forward = weak_forward(forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,15 +59,15 @@ class AutocastForward:
 def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str) -> None:
     """Make `model` compute in `precision`, with fp32 outputs unless its options say otherwise; idempotent.
 
-    A model that another Accelerator made compute in another precision changes to this one, with a warning.
+    A model that another Accelerator prepared with another precision changes to this one, with a warning.
     """
-    present = _precision_of(model)
-    if present == precision or (present is None and hasattr(model, "_original_forward")):
-        return  # done, or the forward was replaced after it was done
-    if present is not None:
+    previous = _precision_of(model)
+    if previous == precision or (previous is None and hasattr(model, "_original_forward")):
+        return  # wrapped already, or the forward was replaced afterwards
+    if previous is not None:
         warn(
             f"{type(model).__name__} was prepared by another Accelerator with "
-            f"mixed_precision={present.name!r}, and computes with {precision.name!r} from now on. Give each "
+            f"mixed_precision={previous.name!r}, and computes with {precision.name!r} from now on. Give each "
             "Accelerator its own model (copy.deepcopy) to have both.",
             UserWarning,
         )
@@ -75,7 +75,7 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
     if not precision.is_mixed:
         return
     forward = AutocastForward(model, precision, device_type)
-    # The name under which clients, and extract_model_from_parallel, find the forward to put back.
+    # The name under which clients, and extract_model_from_parallel, find the forward to restore.
     model._original_forward = forward.forward  # type: ignore[assignment]
     model.forward = convert_outputs_to_fp32(forward) if precision.converts_outputs else forward
 

@@ -1,9 +1,9 @@
 """Regional compilation: the blocks that a model repeats are compiled, each kind of block once.
 
 Regions are compiled in place (`torch.nn.Module.compile`): the model stays the same object, names of
-parameters and checkpoints stay as they are, and copies and pickles of it are not compiled. Code outside
-the blocks is not compiled. torch looks its compiled code up by the code of a block's forward, so that all
-blocks of one class share it.
+parameters and checkpoints do not change, and copies and pickles of it are not compiled. Code outside the
+blocks is not compiled. torch looks up compiled code by the code of a block's forward, so all blocks of one
+class share it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel_ops.modules import has_compiled_regions, is_compiled_module
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compile the repeated blocks of a model in place; without any, the model itself. Twice is once.
+    """Compile the repeated blocks of a model in place; without any, the model itself. Idempotent.
 
     Args:
         module: The model, plain or inside a container of parallel training.
@@ -33,7 +33,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
 
 
 def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """`compile_regions` for a model that is or becomes sharded with FSDP2; either order is right.
+    """`compile_regions` for a model that is sharded with FSDP2, before or after this call.
 
     Args:
         module: The model.
@@ -56,10 +56,10 @@ def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) ->
 
 
 def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """List the modules that stand in a `ModuleList` beside another one of their class, outermost ones alone.
+    """List the modules in a `ModuleList` with another one of their class; only the outermost ones.
 
-    A list without such a pair, and lists of modules that have no modules inside (one operation each, which
-    compiling does not make faster), hold no blocks.
+    A list without such a pair has no blocks, nor do lists of modules without modules inside (single
+    operations, which compilation does not make faster).
 
     Args:
         module: The model.
@@ -69,11 +69,11 @@ def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """
     blocks: list[torch.nn.Module] = []
     for child in module.children():
-        # Of one operation there is nothing to fuse.
-        parts = [part for part in child.children() if any(part.children())]
-        repeats = Counter(type(part) for part in parts)
+        # Nothing to fuse in a single operation.
+        layers = [layer for layer in child.children() if any(layer.children())]
+        repeats = Counter(type(layer) for layer in layers)
         if isinstance(child, torch.nn.ModuleList) and any(count > 1 for count in repeats.values()):
-            blocks += [part for part in parts if not is_compiled_module(part)]
+            blocks += [layer for layer in layers if not is_compiled_module(layer)]
         else:
             blocks += repeated_blocks(child)
     return blocks

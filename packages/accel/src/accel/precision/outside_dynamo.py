@@ -1,4 +1,4 @@
-"""Functions that compiled models call, and that are no part of compiled graphs."""
+"""Calling functions from compiled models without tracing them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 def call_outside_dynamo(function: Callable[..., None], *args: Any) -> None:
-    """Call a function that changes a model or reads files; a compiler does not look into it.
+    """Call a function that changes a model or reads files, without tracing it.
 
     Args:
-        function: A function of a module, or of a class: one that is the same in all calls.
+        function: A module-level function or a method of a class: the same object in all calls.
         *args: Its arguments.
     """
-    # Importing the compiler takes a second, which models that are not compiled need not wait for.
+    # Importing the compiler takes a second, which uncompiled models do not need.
     if "torch._dynamo" not in sys.modules:
         function(*args)
         return
-    if function not in _untraced:
-        _untraced[function] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    _untraced[function](*args)
+    if function not in _disabled:
+        _disabled[function] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    _disabled[function](*args)
 
 
-# Not functools.cache, of which the compiler warns.
-_untraced: dict[Callable[..., None], Callable[..., None]] = {}
+# Not functools.cache: the compiler warns of it.
+_disabled: dict[Callable[..., None], Callable[..., None]] = {}
 
-# What torch.compiler.disable sets, without the import: a graph ends here.
+# What torch.compiler.disable sets, without the import: a graph break.
 call_outside_dynamo._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel import disk_offload
 from accel.big_models.hooks import prefetch
-from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher, bring_in
+from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher, read_into_memory
 from accel.big_models.hooks.tensors import tied_key
 from accel.hooks import AlignDevicesHook, add_hook_to_module
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
@@ -295,7 +295,7 @@ def test_a_tied_weight_that_is_there_is_not_read() -> None:
     ids=["plain", "a view", "empty", "meta", "a scalar", "a parameter"],
 )
 def test_any_weight_is_brought_in_as_it_is(value: torch.Tensor) -> None:
-    assert bring_in(value) is value
+    assert read_into_memory(value) is value
 
 
 Reads = list[tuple[str, int]]

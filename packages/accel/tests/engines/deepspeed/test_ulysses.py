@@ -55,7 +55,9 @@ def test_parts_of_sequences_can_be_flattened(monkeypatch):
         def __iter__(self):
             yield {"shift_labels": torch.arange(12).view(2, 6)[:, :3], "note": "whole"}
 
-    monkeypatch.setattr(ulysses, "import_deepspeed", lambda name: SimpleNamespace(UlyssesSPDataLoaderAdapter=Adapter))
+    monkeypatch.setattr(
+        ulysses, "import_deepspeed", lambda name: SimpleNamespace(UlyssesSPDataLoaderAdapter=Adapter)
+    )
     groups = SimpleNamespace(
         get_sequence_parallel_rank=lambda: 0,
         get_sequence_parallel_group=lambda: None,

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.offloaded_state import keep_state
-from accel.big_models.hooks.prefetch import Prefetcher, bring_in
+from accel.big_models.hooks.prefetch import Prefetcher, read_into_memory
 from accel.big_models.hooks.tensors import (
     Copies,
     Device,
@@ -85,7 +85,7 @@ class AlignDevicesHook(ModelHook):
         self.offloaded_bytes = 0
         self._handles: tuple[Any, ...] = ()
         self._recurrent = False
-        # Calls that are running: in several threads, or one inside another.
+        # Running calls: in several threads, or nested.
         self._users = 0
         self._updated = UpdatedBuffers()
         self._kept: list[Kept] = []
@@ -110,7 +110,7 @@ class AlignDevicesHook(ModelHook):
         self._calls = threading.local()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Bring the module's weights to the execution device, or put placeholders in their places.
+        """Move the module's weights to the execution device, or replace them by placeholders.
 
         Args:
             module: The module.
@@ -119,12 +119,12 @@ class AlignDevicesHook(ModelHook):
             The module.
 
         Raises:
-            ValueError: If a weight is on the meta device and nothing has its values, or torch's old
-                `weight_norm` or the like computes it; the module is unchanged.
+            ValueError: If a weight is on the meta device and nothing has its values, or it is computed
+                by torch's old `weight_norm` or similar; the module is unchanged.
         """
-        found = list(list_tensors(module.named_modules() if self.place_submodules else [("", module)]))
-        kept = [entry for entry in found if not self._offloads(entry)]
-        offloaded = [entry for entry in found if self._offloads(entry)]
+        entries = list(list_tensors(module.named_modules() if self.place_submodules else [("", module)]))
+        kept = [entry for entry in entries if not self._offloads(entry)]
+        offloaded = [entry for entry in entries if self._offloads(entry)]
         self._check(module, kept, offloaded)
         if self.offload:
             self._kept = [
@@ -135,7 +135,7 @@ class AlignDevicesHook(ModelHook):
                 table[leaf] = self._tied_or_moved(table[leaf])
         if self.offload:
             self._offload_weights(offloaded)
-            self._recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+            self._recurrent = any(isinstance(item, nn.RNNBase) for item in module.modules())
             self._int8_states = int8_states(module.modules() if self.place_submodules else (module,))
             self._refresh(module)
             self._handles = keep_state(module, self.slots, self._value)
@@ -147,8 +147,8 @@ class AlignDevicesHook(ModelHook):
 
     def _check(self, module: nn.Module, kept: list[Any], offloaded: list[Any]) -> None:
         if offloaded:
-            for part in module.modules() if self.place_submodules else (module,):
-                check_no_computed_weights(part)
+            for item in module.modules() if self.place_submodules else (module,):
+                check_no_computed_weights(item)
         lost = []
         if self.execution_device not in (None, META):
             lost = [
@@ -179,7 +179,7 @@ class AlignDevicesHook(ModelHook):
         return copies[device]
 
     def _offload_weights(self, offloaded: list[tuple[dict[str, Any], str, str, str]]) -> None:
-        own: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         slots = []
         for table, leaf, name, _ in offloaded:
             tensor = table[leaf]
@@ -192,18 +192,18 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 placeholder = copies.setdefault(META, placeholder)
             if not tensor.is_meta and (self.weights_map is None or self.slots):
-                own[name] = move(tensor, tensor, torch.device("cpu"))
+                weights[name] = move(tensor, tensor, torch.device("cpu"))
             table[leaf] = placeholder
             slots.append(Slot(table, leaf, name, placeholder, copies))
         if self.weights_map is None:
-            self.weights_map = own
-        elif own:  # the hook has been moved to another module, whose weights count
-            self.weights_map = ChainMap(own, self.weights_map)  # type: ignore[arg-type]
+            self.weights_map = weights
+        elif weights:  # the hook has been moved to another module, whose weights count
+            self.weights_map = ChainMap(weights, self.weights_map)  # type: ignore[arg-type]
         self.slots = slots
         self.offloaded_bytes = sum(slot.placeholder.nbytes for slot in slots)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Bring weights and inputs to the execution device."""
+        """Move weights and inputs to the execution device."""
         came_from = find_device([args, kwargs]) if self.io_same_device else None
         if self.slots:
             self.load(module)
@@ -229,7 +229,7 @@ class AlignDevicesHook(ModelHook):
         return devices
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Take offloaded weights away, and bring the output to its device."""
+        """Remove offloaded weights, and move the output to its device."""
         if self.slots:
             self.unload(module)
         if self.io_same_device:
@@ -239,14 +239,14 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Take offloaded weights away."""
+        """Remove offloaded weights."""
         if self.io_same_device:
             self._devices_of_calls().pop()
         if self.slots:
             self.unload(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Bring weights, and buffers that stayed beside them, back to the devices from before the hook.
+        """Move weights, and buffers that were not offloaded, back to their devices from before the hook.
 
         Args:
             module: The module. Weights that were on the meta device before are there again. Where nothing is
@@ -269,31 +269,33 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the offloaded weights are in their places now."""
+        """Whether the offloaded weights are loaded now."""
         return self._users > 0
 
     def fetch(self) -> dict[str, torch.Tensor]:
-        """Read the offloaded weights, without putting them in their places.
+        """Read the offloaded weights, without loading them into the module.
 
         Returns:
             Weights by name, on the CPU.
         """
         device = self.execution_device
         there = {slot.name for slot in self.slots if slot.tied is not None and device in slot.tied}
-        return {slot.name: bring_in(self._value(slot)) for slot in self.slots if slot.name not in there}
+        return {
+            slot.name: read_into_memory(self._value(slot)) for slot in self.slots if slot.name not in there
+        }
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the offloaded weights by name; those on the disk are mapped, and read when they are used."""
         return {slot.name: self._value(slot) for slot in self.slots}
 
     def _refresh(self, module: nn.Module) -> None:
-        """Give recurrent modules, which keep a list of their weights, what is in its place now."""
+        """Update the list of weights that recurrent modules keep."""
         if self._recurrent:
-            for part in module.modules():
-                if isinstance(part, nn.RNNBase):
+            for item in module.modules():
+                if isinstance(item, nn.RNNBase):
                     # Private in torch: RNNBase keeps it up to date in __setattr__, and
                     # these tables are written directly.
-                    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+                    item._flat_weights = [getattr(item, name, None) for name in item._flat_weights_names]
 
     def _restored(self, slot: Slot) -> torch.Tensor:
         device = self.original_devices[slot.name]
@@ -314,7 +316,7 @@ class AlignDevicesHook(ModelHook):
         return self.weights_map[slot.name]
 
     def load(self, module: nn.Module) -> None:
-        """Put the offloaded weights in their places, unless a call that is still running has.
+        """Load the offloaded weights, unless a running call has loaded them.
 
         Args:
             module: The module, for messages.
@@ -324,7 +326,7 @@ class AlignDevicesHook(ModelHook):
     def _load(self, module: nn.Module) -> None:
         with self._lock:
             self._users += 1
-            # The weights are there already; the last call takes them away.
+            # The weights are loaded already; the last call removes them.
             if self._users > 1:
                 return
             try:
@@ -337,13 +339,13 @@ class AlignDevicesHook(ModelHook):
                 if self.prefetcher is not None:
                     self.prefetcher.start_next(self)
             except BaseException:
-                self._take_away(module)
+                self._unload_weights(module)
                 raise
 
     def _loaded(self, module: nn.Module, slot: Slot, ready: dict[str, torch.Tensor]) -> torch.Tensor:
         device = self.execution_device
         if slot.tied is not None and device in slot.tied:
-            return slot.tied[device]  # another module, which is still running, has it there
+            return slot.tied[device]  # another module, which is still running, has loaded it
         value = ready[slot.name] if slot.name in ready else self._value(slot)
         if value.shape != slot.placeholder.shape:
             raise ValueError(
@@ -358,7 +360,7 @@ class AlignDevicesHook(ModelHook):
         return value
 
     def unload(self, module: nn.Module) -> None:
-        """Put placeholders in the places of offloaded weights, unless another call is still running.
+        """Replace offloaded weights by placeholders, unless another call is still running.
 
         Args:
             module: The module.
@@ -369,20 +371,20 @@ class AlignDevicesHook(ModelHook):
         with self._lock:
             self._users -= 1
             if self._users <= 0:
-                self._take_away(module)
+                self._unload_weights(module)
 
-    def _take_away(self, module: nn.Module) -> None:
+    def _unload_weights(self, module: nn.Module) -> None:
         self._users = 0
         device = self.execution_device
         # In place, as the hooks on the state dict share the list.
         self._updated.take_from(self.slots, self._value, training=module.training)
         for slot in self.slots:
-            held = slot.table[slot.leaf]
+            loaded = slot.table[slot.leaf]
             slot.table[slot.leaf] = slot.placeholder
             copies = {} if slot.tied is None or device is None else slot.tied
             # The copy is forgotten with the first module that ends; others that
             # run hold it in their own tables.
-            if device in copies and copies[device] is held is not slot.placeholder:
+            if device in copies and copies[device] is loaded is not slot.placeholder:
                 del copies[device]
         # The weight of the last call; a backward needs it.
         if not torch.is_grad_enabled():

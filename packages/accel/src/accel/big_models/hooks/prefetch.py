@@ -40,12 +40,12 @@ class _Loading(Protocol):
 
 
 class Prefetcher:
-    """The order in which the modules of a model ran, and the weights of those that run next.
+    """Reads the weights of the modules that run next, in the order of the previous forward pass.
 
-    The first forward learns the order; from the second on, a thread fetches what comes next: modules until
-    they have 8 MiB together, so one, if it is large. Modules of 64 KiB or less read for themselves. Where the
-    order changes, what was fetched in vain is dropped, and the module reads for itself. A module that is
-    called outside of a forward with an `EndOfForward` begins no reading, as nothing would end it.
+    The first forward records the order; from the second on, a thread fetches the next modules, up to 8 MiB in
+    total, so one if it is large. Modules of 64 KiB or less read their weights themselves. If the order
+    changes, unused weights are dropped, and the module reads its own. Calling a module outside of a forward
+    with an `EndOfForward` starts no reading, as nothing would end it.
     """
 
     def __init__(self) -> None:
@@ -59,27 +59,27 @@ class Prefetcher:
         self._ahead = 0  # bytes of these
         self._end: ref[_Loading] | None = None  # the last of these
         self._threads: list[threading.Thread] = []
-        # Each thread may run its own forward, in its own order: the last module of it that began,
-        # and how many forwards that end it are running, one inside the other.
+        # Per thread, as each may run its own forward: the last module that began, and the number of nested
+        # forwards with an EndOfForward.
         self._last = threading.local()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy learns for itself
+        return {}  # a copy records its own order
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
 
     def take(self, hook: _Loading) -> _Weights:
-        """Return the weights of a module that were fetched ahead; wait for them if they are being read.
+        """Return the prefetched weights of a module; wait for them if they are being read.
 
         Args:
             hook: The module's hook.
 
         Returns:
-            Weights by name; none if they were not fetched, or could not be.
+            Weights by name; empty if they were not fetched, or fetching failed.
         """
-        if self._process != os.getpid():  # the thread that was reading is in the parent
+        if self._process != os.getpid():  # the reading thread is in the parent
             self._forget()
         with self._lock:
             read = self._reads.pop(id(hook), None)
@@ -88,11 +88,11 @@ class Prefetcher:
             elif hook.offloaded_bytes > _SMALL_BYTES:  # another module was expected
                 self._drop()
         if read is None or read.weights.exception() is not None:
-            return {}  # the module reads for itself, and raises what there is to raise
+            return {}  # the module reads its weights itself, and raises the error
         return read.weights.result()
 
     def start_next(self, hook: _Loading) -> None:
-        """Fetch what ran after a module the last time.
+        """Prefetch the modules that ran after this one the last time.
 
         Args:
             hook: The hook of the module that begins to run.
@@ -122,7 +122,7 @@ class Prefetcher:
             self._threads.append(thread)
 
     def _following(self, hook: _Loading) -> list[tuple[_Loading, _Read]]:
-        """Return what is to be read after a module."""
+        """Return what to read after a module."""
         reads: list[tuple[_Loading, _Read]] = []
         ahead, seen, passed_over = self._ahead, {id(hook)}, 0
         while ahead < _BYTES_AHEAD and passed_over < _PASSED_OVER:
@@ -149,13 +149,13 @@ class Prefetcher:
         self._ahead, self._end = 0, None
 
     def begin(self) -> None:
-        """Begin a forward, of the model or of a module in it."""
+        """Start a forward of the model or of a module in it."""
         if self._process != os.getpid():
             self._forget()
         self._last.depth = getattr(self._last, "depth", 0) + 1
 
     def finish(self) -> None:
-        """End a forward; with the outermost, drop what was fetched in vain and wait for threads that read."""
+        """End a forward; at the end of the outermost, drop unused weights and wait for reading threads."""
         self._last.depth = getattr(self._last, "depth", 1) - 1
         if self._last.depth:
             return
@@ -170,7 +170,7 @@ class Prefetcher:
 
 
 class _Read:
-    """The weights of one module that are fetched: their bytes, and the weights once they are there."""
+    """The weights of one module that are being fetched: their bytes, and a future of the weights."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -179,7 +179,7 @@ class _Read:
 
 
 class EndOfForward(ModelHook):
-    """Ends what a prefetcher does where the forward of a model ends, or of a module that is called by itself.
+    """Ends prefetching at the end of the forward of a model, or of a module that is called directly.
 
     Args:
         prefetcher: The prefetcher.
@@ -189,17 +189,17 @@ class EndOfForward(ModelHook):
         self.prefetcher = prefetcher
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Begin it."""
+        """Start a forward."""
         call_outside_dynamo(Prefetcher.begin, self.prefetcher)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """End it."""
+        """End the forward."""
         call_outside_dynamo(Prefetcher.finish, self.prefetcher)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """End it."""
+        """End the forward."""
         call_outside_dynamo(Prefetcher.finish, self.prefetcher)
 
 
@@ -209,13 +209,13 @@ def _read(reads: list[tuple[_Loading, _Read]]) -> None:
 
 
 def _fetch(hook: _Loading, read: _Read) -> None:
-    try:  # where nobody wants it any more, somebody may still wait for it
+    try:  # even if it is no longer wanted, a thread may wait for it
         read.weights.set_result(hook.fetch() if read.wanted else {})
-    except BaseException as error:  # whoever takes it sees it
+    except BaseException as error:  # raised where it is taken
         read.weights.set_exception(error)
 
 
-def bring_in(value: torch.Tensor) -> torch.Tensor:
+def read_into_memory(value: torch.Tensor) -> torch.Tensor:
     """Read a weight that may be mapped from a file."""
     if value.device.type == "cpu" and type(value) is torch.Tensor and value.is_contiguous() and value.numel():
         read_pages(value)

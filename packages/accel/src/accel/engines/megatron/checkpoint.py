@@ -33,7 +33,7 @@ def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    # Where it is missing, a writer of megatron-core dies, and this waits forever.
+    # Without it a writer of megatron-core dies, and this hangs.
     require("psutil", "megatron")
     state = _sharded(model, with_optimizer=not plugin.no_save_optim)
     core("dist_checkpointing").save(state | {"arrangement": _arrangement()}, str(target))
@@ -66,10 +66,10 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     with_optimizer = not plugin.no_load_optim
     wanted = _sharded(model, with_optimizer, is_loading=True)
     checkpoints, source = core("dist_checkpointing"), str(folder / FOLDER)
-    # First, and by itself: what is asked for below depends on it.
+    # First and separately: the state requested below depends on it.
     saved = checkpoints.load_common_state_dict(source).get("arrangement")
     if saved != _arrangement():
-        # Each process has its own generators, which mean nothing to other parts of the model.
+        # Each process has its own generators, which do not fit another stage of the model.
         del wanted["random"]
         warn(
             f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, and they are {_arrangement()} "
@@ -93,7 +93,7 @@ def _arrangement() -> tuple[int, int]:
 
 
 def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
-    """This process's part of the model, as megatron-core's checkpoints take it."""
+    """This process's shard of the model, in the form of megatron-core's checkpoints."""
     # Of the models themselves: their wrappers load what has these names.
     models = core("utils").unwrap_model(model.parts)
     state: dict[str, Any] = {f"model{index}": part.sharded_state_dict() for index, part in enumerate(models)}

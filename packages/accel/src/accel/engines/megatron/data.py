@@ -163,26 +163,26 @@ class IndexedLoader:
         return (len(self.dataset) - self.consumed) // self.size
 
     def skip_first_batches(self, num_batches: int) -> IndexedLoader:
-        """Return one that goes on after as many steps; `accel.skip_first_batches` calls it.
+        """Return a copy that starts after this many steps; `accel.skip_first_batches` calls it.
 
         Args:
             num_batches: Number of batches to leave out.
         """
-        # A copy: the loader that was given stays where it is.
+        # A copy: the original loader keeps its position.
         other = copy.copy(self)
         other.consumed += num_batches * self.size
         return other
 
     def __iter__(self) -> Iterator[Any]:
-        """Go on after the samples that were used; a batch is that of a whole step."""
+        """Continue after the consumed samples; a batch is that of a full step."""
         state = parallel_state()
         own = self.size // state.get_data_parallel_world_size()
-        # A step's samples lie together, and each process has its run of them.
+        # A step's samples are consecutive, and each process has a slice of them.
         first = state.get_data_parallel_rank() * own
         while self.consumed + self.size <= len(self.dataset):
             start = self.consumed + first
             samples = [self.dataset[index] for index in range(start, start + own)]
-            # Before the batch is given out: a checkpoint inside the loop counts it as used.
+            # Before the yield: a checkpoint inside the loop counts the batch as consumed.
             self.consumed += self.size
             yield send_to_device(torch.utils.data.default_collate(samples), self.device)
 

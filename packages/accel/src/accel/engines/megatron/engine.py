@@ -68,7 +68,7 @@ class MegatronLMLoaders(Loaders):
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
         if isinstance(item, IndexedLoader):
             return item
-        # The stand-in is prepared three times; the first time builds all loaders.
+        # The placeholder is prepared three times; the first time builds all loaders.
         if not self.engine._loaders:
             self.engine._loaders = list(item.build_train_valid_test_data_iterators(accelerator))
         return self.engine._loaders.pop(0)
@@ -101,7 +101,7 @@ class MegatronLMGradients(Gradients):
     def clip_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Have the next step clip by this norm, instead of the plugin's; it is known afterwards.
+        """Make the next step clip by this norm, instead of the plugin's; it is known afterwards.
 
         Raises:
             ValueError: If it is not the 2-norm.
@@ -128,22 +128,22 @@ class MegatronLMStates(States):
 
     @property
     def saves_model(self) -> bool:
-        """Every process writes its part."""
+        """Every process writes its shard."""
         return True
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Not there: each process has a part, in Megatron's shapes.
+        """Not supported: each process has a shard, in Megatron's shapes.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "get_state_dict and save_model under Megatron-LM: the weights are in parts, in shapes of "
+            "get_state_dict and save_model under Megatron-LM: the weights are sharded, in shapes of "
             "Megatron's. save_state writes them, and megatron-core's tools convert them."
         )
 
     def has_all_names(self, model: torch.nn.Module) -> bool:
-        """Its own Not model, whose layers are shared out over a pipeline."""
+        """False: the layers of the model are split over a pipeline."""
         return model is not self.engine._model
 
     def has_native_checkpoint(self, item: Any) -> bool:
@@ -207,7 +207,7 @@ class MegatronLMEngine(Engine):
         check_other_arguments(self.plugin.other_megatron_args or {})
         check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
-        # Asked once: loaders need the place of every process, and megatron-core knows its own alone.
+        # Gathered once: loaders need the rank of every process, and megatron-core only has the local one.
         self._data_ranks: list[int] = gather_object(
             [self.loaders.dp_rank_and_size[0]], process=context.process
         )
@@ -229,7 +229,7 @@ class MegatronLMEngine(Engine):
                 f"{' more' if self._model is not None else ''}. Pass one of each to a single call."
             )
         for scheduler in request.schedulers:
-            _check_stand_in(scheduler)
+            _check_placeholder(scheduler)
         if not _sizes(request) and "micro_batch_size" not in self.plugin.megatron_lm_default_args:
             raise ValueError(
                 "Megatron-LM needs the batch size of a micro-batch: pass a DataLoader to the same call of "
@@ -247,7 +247,7 @@ class MegatronLMEngine(Engine):
             return request
         plugin = self.plugin
         if sizes := _sizes(request):
-            # Megatron-LM knows one size, and loaders of training and evaluation may have two.
+            # Megatron-LM has one size, and loaders of training and evaluation may have two.
             size = min(sizes) if plugin.is_train_batch_min else max(sizes)
             plugin.set_training_args(size, self.loaders.dp_rank_and_size[1])
         if plugin.custom_model_provider_function is None:
@@ -284,31 +284,31 @@ class MegatronLMEngine(Engine):
         kind = getattr(args, "model_type_name", None)
         if kind not in _STEPS:
             raise ValueError(
-                f"What a batch is, is not known for model_type_name={kind!r} (known: "
+                f"The batch format is unknown for model_type_name={kind!r} (known: "
                 f"{', '.join(_STEPS)}). Give MegatronLMPlugin(custom_train_step_class=...)."
             )
         plugin = self.plugin
         if plugin.return_logits and kind != "gpt":
             raise ValueError(
-                f"return_logits=True with a {kind} model: its train step returns losses alone. Leave it out, "
+                f"return_logits=True with a {kind} model: its train step returns only losses. Leave it out, "
                 "or give MegatronLMPlugin(custom_train_step_class=...)."
             )
         ours = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
         if (plugin.context_parallel_size or 1) > 1 and ours:
             raise ValueError(
                 f"context_parallel_size={plugin.context_parallel_size}: labels, positions and masks are "
-                "made of a whole batch, and each process has a part of it. Give custom_get_batch_function, "
-                "which makes them for the part, or use Megatron's datasets (megatron_dataset_flag=True)."
+                "made of a full batch, and each process has a shard of it. Give custom_get_batch_function, "
+                "which makes them for the shard, or use Megatron's datasets (megatron_dataset_flag=True)."
             )
         return _STEPS[kind](accelerator, args)
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
-        """Megatron-LM's schedule, in place of the stand-in.
+        """Megatron-LM's scheduler, which replaces the placeholder.
 
         Raises:
             ValueError: If it is none, or there is no optimizer to schedule.
         """
-        _check_stand_in(scheduler)
+        _check_placeholder(scheduler)
         if self._optimizer is None:
             raise ValueError("Pass MegatronLMDummyScheduler to the same call of prepare() as its optimizer.")
         self.plugin.set_scheduler_args(scheduler)  # again, or for the first time in its own call
@@ -324,11 +324,11 @@ class MegatronLMEngine(Engine):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """This process's part of the model, without wrappers; of several parts, the prepared model itself."""
+        """This process's stage of the model, without wrappers; with several chunks the prepared model."""
         if not isinstance(model, MegatronEngine) or len(model.parts) > 1:
             return model
-        part: Any = runtime.core("utils").unwrap_model(model.parts[0])
-        return part  # type: ignore[no-any-return]
+        chunk: Any = runtime.core("utils").unwrap_model(model.parts[0])
+        return chunk  # type: ignore[no-any-return]
 
     # Gradients
 
@@ -341,12 +341,12 @@ class MegatronLMEngine(Engine):
         if self._model is None or loss is not self._model.last_loss:
             raise ValueError(
                 "Megatron-LM runs backward inside model(**batch), of the loss that its train step "
-                "computes, and backward takes the `loss` of that call's output alone. For another loss, give "
+                "computes, and backward only takes the `loss` of that call's output. For another loss, give "
                 "MegatronLMPlugin(custom_loss_function=...)."
             )
 
 
-def _check_stand_in(scheduler: Any) -> None:
+def _check_placeholder(scheduler: Any) -> None:
     if not isinstance(scheduler, MegatronLMDummyScheduler):
         raise ValueError(
             f"{type(scheduler).__name__} cannot schedule Megatron-LM's optimizer, which has groups of its "
@@ -355,6 +355,6 @@ def _check_stand_in(scheduler: Any) -> None:
 
 
 def _sizes(request: PrepareRequest) -> tuple[int, ...]:
-    """Samples of a micro-batch, as loaders and stand-ins for them say."""
+    """Samples of a micro-batch, from loaders and their placeholders."""
     placeholder_sizes = (item.dataset_args.get("micro_batch_size") for item in request.extra)
     return request.batch_sizes + tuple(size for size in placeholder_sizes if size is not None)

@@ -47,7 +47,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         succeeded, self.grad_norm, _ = self.optimizer.step()
         self._was_skipped = not succeeded
         self.has_gradients = False
-        # What clip_grad_norm_ said counts for one step.
+        # A norm from clip_grad_norm_ is used for one step.
         self.clip_by(self._clip_by_default)
 
     def skip_step(self) -> None:
@@ -55,7 +55,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         self.has_gradients, self._was_skipped = False, True
 
     def clip_by(self, max_norm: float) -> None:
-        """Have the next step clip gradients by their norm."""
+        """Make the next step clip gradients by their norm."""
         self.optimizer.config.clip_grad = max_norm
         # With experts or virtual stages it is a chain, whose members have their own configurations.
         for part in getattr(self.optimizer, "chained_optimizers", ()):
@@ -91,7 +91,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
             self.scheduler.step(increment=self._increment)
 
     def get_last_lr(self) -> list[Any]:
-        """Return the present learning rate of each parameter group."""
+        """Return the current learning rate of each parameter group."""
         return [group["lr"] for group in self._optimizer.param_groups]
 
 
@@ -119,7 +119,7 @@ class MegatronLMDummyScheduler(PlaceholderScheduler):
 
 
 def build_optimizer(parts: list[Any], plugin: MegatronLMPlugin) -> Any:
-    """Make megatron-core's optimizer of a model's wrapped parts.
+    """Create megatron-core's optimizer for a model's wrapped chunks.
 
     Args:
         parts: The parts.
@@ -176,7 +176,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         return None if args.get(iters) is None else args[iters] * batch
 
     train = samples("train_iters", "train_samples")
-    # As in Megatron-LM: without its own length the schedule lasts as long as training.
+    # As in Megatron-LM: without a length the schedule is as long as training.
     decay = samples("lr_decay_iters", "lr_decay_samples") or train
     if decay is None:
         raise ValueError(

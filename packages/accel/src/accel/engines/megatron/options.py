@@ -21,7 +21,7 @@ _OF_DATASETS = (
     "consumed_samples",
     "custom_megatron_datasets_provider_function",
 )
-_LOOP = "an option of Megatron-LM's own training loop; log with Accelerator(log_with='tensorboard')"
+_LOOP = "an option of Megatron-LM's training loop; log with Accelerator(log_with='tensorboard')"
 
 
 def check_conflicts(plugin: Any) -> None:
@@ -37,7 +37,7 @@ def check_conflicts(plugin: Any) -> None:
         given = [f"{name}={getattr(plugin, name)}" for name in names if getattr(plugin, name) is not None]
         if len(given) > 1:
             raise ValueError(
-                f"MegatronLMPlugin got {' and '.join(given)}, which say the same. Leave all but one out."
+                f"MegatronLMPlugin got {' and '.join(given)}, which mean the same. Leave all but one out."
             )
     if plugin.recompute_granularity is None:
         for name in ("recompute_method", "recompute_num_layers"):
@@ -84,7 +84,7 @@ def check_transformer_engine(plugin: Any) -> None:
 
 
 def warn_of_unused(plugin: Any) -> None:
-    """Warn of settings that are given and that nothing reads, each with the reason.
+    """Warn of unused settings, each with the reason.
 
     Args:
         plugin: The plugin, with the environment's values.

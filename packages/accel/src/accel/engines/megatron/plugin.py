@@ -220,7 +220,7 @@ class MegatronLMPlugin:
         } | (self.other_megatron_args or {})
 
     def _note(self, found: dict[str, Any]) -> None:
-        """Note what an object says of itself; what the user says comes first."""
+        """Record a setting of an object; the user's settings take precedence."""
         self.megatron_lm_default_args.update(found | (self.other_megatron_args or {}))
 
     def set_network_size_args(self, model: torch.nn.Module, batch_data: Any = None) -> None:
@@ -236,7 +236,7 @@ class MegatronLMPlugin:
         self._note(parse_model_config(self, model, batch_data))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Note the precision.
+        """Record the precision.
 
         Args:
             mixed_precision: "no", "fp16" or "bf16".
@@ -252,7 +252,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(fp16=mixed_precision == "fp16", bf16=mixed_precision == "bf16")
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Note the batch sizes.
+        """Record the batch sizes.
 
         Args:
             micro_batch_size: Samples of one micro-batch.
@@ -270,7 +270,7 @@ class MegatronLMPlugin:
         )
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Describe an optimizer to Megatron-LM, whose own takes its place.
+        """Describe an optimizer to Megatron-LM, which creates its own.
 
         Args:
             optimizer: One of the Adam family or SGD, or a `DummyOptim`.
@@ -284,7 +284,7 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[f"{end}_weight_decay"] = decay if given is None else given
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Describe a schedule to Megatron-LM, whose own takes its place.
+        """Describe a scheduler to Megatron-LM, which creates its own.
 
         Args:
             scheduler: A `MegatronLMDummyScheduler`. Like the schedules of other engines, it counts the steps
@@ -307,7 +307,7 @@ class MegatronLMPlugin:
             self._of_schedule.add("lr_warmup_iters")
 
     def forget_schedule(self) -> None:
-        """Forget what a schedule said: the next one may be of another length."""
+        """Reset the settings of a scheduler: the next one may have another length."""
         self.megatron_lm_default_args.update(dict.fromkeys(self._of_schedule))
         self._of_schedule.clear()
 
@@ -333,7 +333,7 @@ class MegatronLMPlugin:
         )
 
     def set_tensorboard_logging_options(self) -> None:
-        """Do nothing: these are options of Megatron-LM's own training loop; log with `log_with`."""
+        """Do nothing: these are options of Megatron-LM's training loop; log with `log_with`."""
 
 
 def _describe_optimizer(optimizer: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine(torch.nn.Module):
-    """This process's parts of a model, called with a batch as a model of transformers is.
+    """This process's chunks of a model, called with a batch like a model of transformers.
 
     In training mode a call runs forward and backward over all micro-batches and leaves the reduced gradients
     for `optimizer.step()`; in evaluation mode it runs forward alone.
@@ -38,7 +38,7 @@ class MegatronEngine(torch.nn.Module):
 
     @property
     def parts(self) -> list[Any]:
-        """This process's wrapped parts."""
+        """This process's wrapped chunks."""
         return list(self.module)
 
     @property
@@ -57,7 +57,7 @@ class MegatronEngine(torch.nn.Module):
         config.grad_scale_func = optimizer.optimizer.scale_loss
         config.finalize_model_grads_func = core("distributed").finalize_model_grads
         syncs = [part.no_sync for part in self.parts]
-        # megatron-core takes a list for virtual stages, and else the function itself.
+        # megatron-core takes a list for virtual stages, otherwise the function itself.
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
     def forward(self, **batch: Any) -> StepOutput:
@@ -92,7 +92,7 @@ class MegatronEngine(torch.nn.Module):
             assert self.optimizer is not None, "rejected above"
             self.optimizer.has_gradients = True
         loss = self._shared_loss(reported)
-        # What `backward` takes is the loss of the last call that trained.
+        # `backward` takes the loss of the last call in training mode.
         self.last_loss = loss if self.training else self.last_loss
         logits = [report["logits"] for report in reported if report.get("logits") is not None]
         return StepOutput(loss, torch.cat(logits) if logits else None)
@@ -106,7 +106,7 @@ class MegatronEngine(torch.nn.Module):
         self.optimizer.optimizer.zero_grad()
 
     def _run(self, batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-        """Run megatron-core's schedule; returns what the last pipeline stage reports of each micro-batch."""
+        """Run megatron-core's schedule; returns the reports of the last pipeline stage, per micro-batch."""
         schedule = core("pipeline_parallel").get_forward_backward_func()
         lengths = {value.shape[1] for value in batch.values() if getattr(value, "ndim", 0) > 1}
         parts = self.parts
@@ -127,7 +127,7 @@ class MegatronEngine(torch.nn.Module):
             yield slice_tensors(batch, slice(start, start + size))
 
     def _shared_loss(self, reported: list[dict[str, Any]]) -> torch.Tensor:
-        """The mean of the micro-batches' losses, which the last pipeline stage knows, on all of them."""
+        """The mean of the micro-batches' losses of the last pipeline stage, on all stages."""
         state = parallel_state()
         device = next(self.parameters()).device
         losses = [report["loss"].detach().reshape(()).float() for report in reported]
