@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.state import AcceleratorState
-from accel_world.engine_cases import CASES, IN_PARTS, marked
+from accel_world.engine_cases import CASES, SHARDED_CASES, marked
 
 WIDTH, LENGTH = 8, 8
 
-EVERY = CASES | {name: IN_PARTS[name] for name in ("fsdp1 in parts", "fsdp1 in own files", "fsdp2 in parts")}
+EVERY = CASES | {
+    name: SHARDED_CASES[name] for name in ("fsdp1 sharded", "fsdp1 local files", "fsdp2 sharded")
+}
 on_every_engine = pytest.mark.parametrize("case", marked(EVERY))
 
 
@@ -133,7 +135,7 @@ def test_names_of_compiled_submodules_are_plain(
     torch.testing.assert_close(continued, after)  # the optimizer's state was loaded, too
 
 
-OWN_FILES = ("deepspeed", "fsdp1 in own files")
+OWN_FILES = ("deepspeed", "fsdp1 local files")
 """Engines whose own files have the model, whatever hooks do."""
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel_world.engine_cases import CASES, FEW, HYBRID, IN_PARTS, marked, over_engines
+from accel_world.engine_cases import CASES, FEW, HYBRID, SHARDED_CASES, marked, over_engines
 
 VOCAB, WIDTH, HEADS, LENGTH = 13, 8, 2, 8
 STEPS, ACCUMULATION, GLOBAL_BATCH, MAX_NORM = 20, 2, 8, 0.5
@@ -182,7 +182,7 @@ class Session:
 def make_session(
     case: str, precision: str = "no", accumulation: int = ACCUMULATION, order: str = "together"
 ) -> Session:
-    chosen = (CASES | IN_PARTS | FEW | HYBRID)[case]
+    chosen = (CASES | SHARDED_CASES | FEW | HYBRID)[case]
     options = chosen.options()
     if precision == "bf16" and "deepspeed_plugin" in options:
         # Its weights are bf16, with which the CPU's layer norm takes no fp32 input: buffers follow.
@@ -312,9 +312,9 @@ def assert_the_rest(rest: Run, whole: Run, before: int, after: int) -> None:
     assert rest.rates == whole.rates[before:]
 
 
-@pytest.mark.parametrize("case", marked([*CASES, *IN_PARTS]))
+@pytest.mark.parametrize("case", marked([*CASES, *SHARDED_CASES]))
 def test_a_run_is_resumed_exactly(world, case, tmp_path):
-    size = (CASES | IN_PARTS | FEW)[case].size
+    size = (CASES | SHARDED_CASES | FEW)[case].size
     for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size, timeout_s=100):
         assert_the_rest(rest, whole, 8, FEW_STEPS)
 
@@ -352,15 +352,15 @@ def go_on(case: str, folder: str) -> list[float]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("fsdp2 in parts", "hsdp in parts"),
-        ("hsdp in parts", "fsdp2"),
+        ("fsdp2 sharded", "hsdp sharded"),
+        ("hsdp sharded", "fsdp2"),
         ("ddp", "fsdp2"),
         ("fsdp2", "single"),
         ("fsdp2 x cp", "single"),
     ],
 )
 def test_a_run_is_resumed_on_another_world(world, tmp_path, before, after):
-    cases = CASES | IN_PARTS | FEW
+    cases = CASES | SHARDED_CASES | FEW
     world.run(start, before, str(tmp_path / "saved"), size=cases[before].size, timeout_s=100)
 
     for losses in world.run(go_on, after, str(tmp_path / "saved"), size=cases[after].size, timeout_s=100):

@@ -120,7 +120,7 @@ def compare(
         *arguments: The script's other arguments.
         processes: How many processes to start; several by `accel launch --drop-in`, and by torchrun.
         own_launcher: Start several processes by `accelerate launch` instead of torchrun.
-        launch_args: What else both launchers are told, such as ("--config_file", path).
+        launch_args: Further arguments of both launchers, such as ("--config_file", path).
 
     Returns:
         Both runs, which ended well.

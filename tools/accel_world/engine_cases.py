@@ -14,7 +14,7 @@ from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
 
-__all__ = ["CASES", "FEW", "HYBRID", "IN_PARTS", "Case", "marked", "over_engines"]
+__all__ = ["CASES", "FEW", "HYBRID", "SHARDED_CASES", "Case", "marked", "over_engines"]
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def cp_tp() -> dict[str, Any]:
     return fsdp2() | {"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}
 
 
-def in_parts(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """The same, with checkpoints in parts, as version 2 has them by default."""
+def sharded_checkpoint(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The same, with sharded checkpoints, the default of version 2."""
     options = make()
     options["fsdp_plugin"].set_state_dict_type("SHARDED_STATE_DICT")
     return options
@@ -146,15 +146,15 @@ FEW = {
 HYBRID = {
     "hsdp x cp": Case(4, "fsdp2 x cp", hsdp_cp, replicas=2),
     "hsdp of one shard x tp": Case(4, "fsdp2 x tp", functools.partial(hsdp_tp, 1), replicas=2),
-    "hsdp x tp": Case(8, "fsdp2 x tp", functools.partial(in_parts, hsdp_tp), replicas=2),
+    "hsdp x tp": Case(8, "fsdp2 x tp", functools.partial(sharded_checkpoint, hsdp_tp), replicas=2),
 }
 """Replicas of combinations, which take many processes: one short run of each shows all of it."""
 
-IN_PARTS = {
-    "fsdp1 in parts": Case(2, "fsdp1", functools.partial(in_parts, fsdp1)),
-    "fsdp1 in own files": Case(2, "fsdp1", lambda: fsdp1(state_dict_type="LOCAL_STATE_DICT")),
-    "fsdp2 in parts": Case(2, "fsdp2", functools.partial(in_parts, fsdp2)),
-    "hsdp in parts": Case(4, "fsdp2", functools.partial(in_parts, hsdp)),
+SHARDED_CASES = {
+    "fsdp1 sharded": Case(2, "fsdp1", functools.partial(sharded_checkpoint, fsdp1)),
+    "fsdp1 local files": Case(2, "fsdp1", lambda: fsdp1(state_dict_type="LOCAL_STATE_DICT")),
+    "fsdp2 sharded": Case(2, "fsdp2", functools.partial(sharded_checkpoint, fsdp2)),
+    "hsdp sharded": Case(4, "fsdp2", functools.partial(sharded_checkpoint, hsdp)),
 }
 
 _DEEPSPEED_WARNS = pytest.mark.filterwarnings(  # of torch's newer names, in every collective

@@ -1,4 +1,4 @@
-"""Run one call on several workers together and find out what came of each."""
+"""Run one call on several workers, and collect the result of each."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def launch(
     env: Mapping[str, str | None] | None = None,
     timeout_s: float = 180,
 ) -> LaunchedRun:
-    """Run a script under a launcher, in a session of its own, and wait for all of its processes.
+    """Run a script under a launcher, in its own session, and wait for all of its processes.
 
     Args:
         guard: What ends the run if this process is killed meanwhile.

@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self) -> int:
-        # Sizes are asked anew, as FSDP empties and refills storages.
+        # Sizes are read again, as FSDP empties and refills storages.
         return sum(storage.nbytes() for storage in self._storages)
 
     def _add(self, item: Any) -> None:

@@ -15,7 +15,7 @@ class Setup:
     """What a new worker starts with."""
 
     sys_path: list[str]
-    stack_file: str  # where the worker writes its stacks when it is asked (SIGUSR1)
+    stack_file: str  # where the worker writes its stacks on request (SIGUSR1)
 
 
 @dataclass(frozen=True)

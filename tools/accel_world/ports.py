@@ -1,4 +1,4 @@
-"""TCP ports that no other test on this machine has, whatever runs beside it."""
+"""TCP ports that no other test on this machine uses."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Worker:
     """One worker process, and the test process's end of the socket pair."""
 
     def __init__(self, starter: Starter, folder: Path, index: int) -> None:
-        """Fork the process; its output and its stacks go to files of their own."""
+        """Fork the process; its output and its stacks go to separate files."""
         self._starter = starter
         self._output_file = folder / f"{index}.out"
         self._stack_file = folder / f"{index}.stack"
@@ -130,7 +130,7 @@ class Worker:
         return text
 
     def _stack_of(self, pid: int) -> str:
-        """What a process writes into the worker's stack file when it is asked to."""
+        """What a process writes into the worker's stack file on request."""
         start = self._stack_file.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""A whole script as one rank of a world: what it computes is under test, and not how it is started."""
+"""A full script as one rank of a world: what it computes is under test, and not how it is started."""
 
 from __future__ import annotations
 

@@ -8,13 +8,11 @@ from typing import Any
 
 __all__ = ["MOST_LINES", "examples", "num_lines", "run"]
 
-MOST_LINES = (
-    10  # of a README's first example, without imports' blank lines and comments on lines of their own
-)
+MOST_LINES = 10  # of a README's first example, without imports' blank lines and comments on separate lines
 
 
 def examples(test_file: str, language: str = "python") -> list[str]:
-    """The code blocks of the README beside a package's tests.
+    """The code blocks of the README next to a package's tests.
 
     Args:
         test_file: The `__file__` of a test in the package's folder `tests`.

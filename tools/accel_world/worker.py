@@ -43,7 +43,7 @@ def main(descriptor: int, setup: Setup) -> None:
     connection = Connection(descriptor)
     while True:
         call = _receive(connection)
-        # Anew for each call: Python cannot put this back after a run that had a handler of its own.
+        # Again for each call: Python cannot put this back after a run that had its own handler.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         _serve(connection, call)
@@ -136,7 +136,7 @@ def _leave_world() -> list[str]:
 
 def _reset_libraries() -> None:
     """Put back what libraries keep per process, as ranks that have run other calls would disagree on it."""
-    # Groups are named by it: a rank that is ahead would wait for ever under another name.
+    # Groups are named by it: a rank that is ahead would hang under another name.
     sys.modules["torch.distributed.distributed_c10d"]._world.group_count = 0
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is None:

@@ -198,7 +198,7 @@ class AcceleratedSession:
         self._prepare(net)
 
     def state(self) -> dict[str, torch.Tensor] | None:
-        """The whole weights, on the ranks that have them."""
+        """The full weights, on the ranks that have them."""
         with _refusals():
             state = self.accelerator.get_state_dict(self.net)
         return {name: value.detach().clone() for name, value in state.items()} if state else None
@@ -212,7 +212,7 @@ def _replicas(accelerator: Accelerator) -> int:
 def run(program: Program, engine: str) -> Trace:
     """Follow a program under an engine, as one rank; for `world.run`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what programs do is unusual, and told
+        warnings.simplefilter("ignore")  # programs do unusual things, of which accel warns
         return _run(program, engine)
 
 

@@ -56,7 +56,7 @@ def _fsdp(version: int) -> Callable[[Program], dict[str, Any]]:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=version,
             auto_wrap_policy="transformer_based_wrap" if program.wrapped else "no_wrap",
-            state_dict_type="SHARDED_STATE_DICT" if program.in_parts else "FULL_STATE_DICT",
+            state_dict_type="SHARDED_STATE_DICT" if program.sharded else "FULL_STATE_DICT",
             sync_module_states=True,
             use_orig_params=True if version == 1 else None,
         )

@@ -44,7 +44,7 @@ class Session(Protocol):
         """Whether this micro-batch ends its window."""
 
     def finish(self) -> None:
-        """Make the window's gradients whole, after its last backward pass."""
+        """Complete the window's gradients, after its last backward pass."""
 
     def losses(
         self, tokens: torch.Tensor, ids: torch.Tensor, flipped: bool
@@ -75,7 +75,7 @@ class Session(Protocol):
         """
 
     def state(self) -> dict[str, torch.Tensor] | None:
-        """The whole weights, on the ranks that have them."""
+        """The full weights, on the ranks that have them."""
 
 
 class Refused(Exception):

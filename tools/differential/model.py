@@ -49,7 +49,7 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """A transformer over tokens, with a parameter of its own and a buffer that counts its forward passes."""
+    """A transformer over tokens, with its own parameter and a buffer that counts its forward passes."""
 
     _no_split_modules = ("Block",)
     _tp_plan = {  # noqa: RUF012 - as transformers' models have it

@@ -167,7 +167,7 @@ class PlainSession:
         return None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The whole weights."""
+        """The full weights."""
         return {name: value.clone() for name, value in self.net.state_dict().items()}
 
     def _save(self) -> None:

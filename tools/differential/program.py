@@ -72,7 +72,7 @@ class Program:
         frozen: Whether the first block is frozen.
         late: Whether the optimizer gets the last block by "add group" alone.
         wrapped: Whether sharded engines shard block by block, or all in one piece.
-        in_parts: Whether checkpoints are in parts, where the engine has a choice.
+        sharded: Whether checkpoints are sharded, where the engine has a choice.
         optimizer: A class of `OPTIMIZERS`.
         optimizers: 1, or 2: one for the blocks and one for the rest.
         groups: Whether each optimizer has two groups.
@@ -92,7 +92,7 @@ class Program:
     frozen: bool = False
     late: bool = False
     wrapped: bool = True
-    in_parts: bool = True
+    sharded: bool = True
     optimizer: str = "AdamW"
     optimizers: int = 1
     groups: bool = False
@@ -149,7 +149,7 @@ def programs(
         frozen=draw(st.booleans()),
         late=late,
         wrapped=draw(st.booleans()),
-        in_parts=draw(st.booleans()),
+        sharded=draw(st.booleans()),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         optimizers=draw(st.sampled_from([1, 1, 2])) if takes_two_optimizers else 1,
         groups=draw(st.booleans()),

@@ -13,7 +13,7 @@ __all__ = ["Refusal", "Trace", "difference"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """An action that accel refused with an error of its own.
+    """An action that accel rejected with its own error.
 
     Attributes:
         at: The micro-batch before which it was.

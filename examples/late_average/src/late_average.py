@@ -12,7 +12,7 @@ from accel_ops.collectives import operations
 
 @dataclass
 class LateAverageSettings:
-    """Passed in `kwargs_handlers`, it asks for the engine.
+    """Passed in `kwargs_handlers`, it selects the engine.
 
     Args:
         average_in: The dtype in which gradients travel; None: their own.
@@ -24,7 +24,7 @@ class LateAverageSettings:
 
 
 class LateAverage(Engine):
-    """Every process holds the whole model, and nothing is sent while backward runs."""
+    """Every process has the full model, and nothing is sent while backward runs."""
 
     name = "late_average"
     settings_type = LateAverageSettings
@@ -35,35 +35,35 @@ class LateAverage(Engine):
 
     def wrap_model(self, model):
         """Start from the first process's weights."""
-        self.share([*model.parameters(), *model.buffers()])
+        self.broadcast([*model.parameters(), *model.buffers()])
         self.parameters.update((id(parameter), parameter) for parameter in model.parameters())
         return model
 
     def prepare_optimizer(self, optimizer, place):
-        """Follow also what no model has, such as a learned temperature."""
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.share(given)
-        self.parameters.update((id(parameter), parameter) for parameter in given)
+        """Include parameters that belong to no model, such as a learned temperature."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.broadcast(parameters)
+        self.parameters.update((id(parameter), parameter) for parameter in parameters)
         return super().prepare_optimizer(optimizer, place)
 
-    def share(self, tensors):
-        """Send the first process's values to all."""
+    def broadcast(self, tensors):
+        """Broadcast the first process's values."""
         if self.context.process.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
     def release(self):
-        """Let go of the parameters, for `free_memory`."""
+        """Drop the references to parameters, for `free_memory`."""
         self.parameters.clear()
 
     def backward(self, loss, **kwargs):
-        """Average at the end of a window; what was averaged already stays as it is."""
+        """Average at the end of a window; averaging again changes nothing."""
         super().backward(loss, **kwargs)
         if self.context.gradient_state.sync_gradients:
             trained = [item for item in self.parameters.values() if item.requires_grad]
             for parameter in trained:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self.average(own)  # processes may have used different parameters
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.average(gradient)  # processes may have used different parameters
 
     def average(self, gradient):
         """The mean over all processes."""

@@ -15,10 +15,10 @@ FSDP = FullyShardedDataParallelPlugin
 ENGINES = {
     "ddp": dict,
     "fsdp2": lambda: {"fsdp_plugin": FSDP(fsdp_version=2, state_dict_type="FULL_STATE_DICT")},
-    "fsdp2 in parts": lambda: {"fsdp_plugin": FSDP(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")},
+    "fsdp2 sharded": lambda: {"fsdp_plugin": FSDP(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")},
     "hsdp": lambda: {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
     "fsdp1": lambda: {"fsdp_plugin": FSDP(fsdp_version=1, state_dict_type="FULL_STATE_DICT")},
-    "fsdp1 in parts": lambda: {"fsdp_plugin": FSDP(fsdp_version=1, state_dict_type="SHARDED_STATE_DICT")},
+    "fsdp1 sharded": lambda: {"fsdp_plugin": FSDP(fsdp_version=1, state_dict_type="SHARDED_STATE_DICT")},
 }
 
 
@@ -110,7 +110,7 @@ def test_counts_are_restored_too(world, tmp_path, engine):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint .* processes:UserWarning")
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp2 in parts"])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp2 sharded"])
 def test_on_another_number_of_processes_all_have_the_first_ones(world, tmp_path, engine):
     found = world.run(save_and_go_on, engine, str(tmp_path / "saved"))
 

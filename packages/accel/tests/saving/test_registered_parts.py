@@ -20,7 +20,7 @@ FSDP = FullyShardedDataParallelPlugin
 ENGINES = {
     "single": dict,
     "fsdp2": lambda: {"fsdp_plugin": FSDP(fsdp_version=2, state_dict_type="FULL_STATE_DICT")},
-    "fsdp2 in parts": lambda: {"fsdp_plugin": FSDP(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")},
+    "fsdp2 sharded": lambda: {"fsdp_plugin": FSDP(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
     "fsdp1": lambda: {"fsdp_plugin": FSDP(fsdp_version=1)},
 }
@@ -96,7 +96,7 @@ def load(engine: str, folder: str) -> tuple[list[torch.Tensor], int]:
     return found
 
 
-KINDS = ("single", "fsdp2", "fsdp2 in parts", "tp")
+KINDS = ("single", "fsdp2", "fsdp2 sharded", "tp")
 PAIRS = [  # a checkpoint in parts, and a whole one of weights, are read by engines that write the same
     (before, after)
     for before in KINDS
@@ -141,7 +141,7 @@ def load_into_an_empty_one(engine: str, folder: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2 in parts", "tp"])
+@pytest.mark.parametrize("engine", ["fsdp2 sharded", "tp"])
 def test_what_has_no_place_yet_is_told_where_models_are_sharded(world, tmp_path, engine):
     folder = str(tmp_path / "saved")
     world.run(save, engine, folder)
