@@ -39,7 +39,7 @@ def verify_sync(
         buffers=buffers,
         rng=rng,
         process=run.process,
-        is_part=states.is_shard,
+        is_shard=states.is_shard,
     )
     return [*(type(model).__name__ for model in left_out), *names]
 

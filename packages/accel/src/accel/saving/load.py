@@ -76,25 +76,33 @@ def load_state(
     engine = run.engine
 
     def call_hooks() -> None:
-        engine.states.check_native(reading.names)  # before anything is changed
-        # Hooks may take models out of the list, which they load themselves.
+        engine.states.check_native(reader.names)  # before anything changes
+        # Hooks may remove models from the list, which they load themselves.
         for hook in run.load_hooks.values():
             hook(remaining, str(reader.folder))
 
     if run.load_hooks:
         # Everything that does not depend on hooks is checked first, as what they load cannot be undone.
         rest = Objects([], [], run.schedulers, run.loaders, run.scaler, run.registered)
-        hooked = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
-        restore(reading, rest, run.process.rank, run.process, hooked=hooked, strict=strict, only_check=True)
-    # Where a hook fails on one process, the others must not wait for it in the collectives below.
-    together(call_hooks, run.process, "calling the hooks of load_state")
-    left = {id(model) for model in shown}
-    taken = {index for index, known in enumerate(of_hooks) if id(known) not in left}
+        skip = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
+        restore(
+            reader,
+            rest,
+            run.process.rank,
+            run.process,
+            skip=skip,
+            strict=strict,
+            only_check=True,
+        )
+    # If a hook fails on one rank, the other ranks must not wait for it in the collectives below.
+    run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
+    kept_ids = {id(model) for model in remaining}
+    skipped = {index for index, model in enumerate(hook_models) if id(model) not in kept_ids}
     optimizers = [item for item in run.optimizers if not engine.states.has_native_checkpoint(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reader.names)
     # Models whose weights the engine reads from its own files are not for `restore`.
-    own = {index for index, model in enumerate(run.models) if engine.states.has_native_checkpoint(model)}
+    native = {index for index, model in enumerate(run.models) if engine.states.has_native_checkpoint(model)}
     models = {
         index: engine.states.model_to_load(model)
         for index, model in enumerate(run.models)
@@ -110,7 +118,7 @@ def load_state(
         _sharded_objects(run, skipped) if in_parts else None,
         # The optimizer of a model that a hook has removed needs the names of its parameters.
         list(models.values()),
-        sharded=engine.gradients.are_sharded,
+        is_sharded=engine.gradients.are_sharded,
     )
     buffers = read_per_rank_buffers(run, reader)  # before anything changes
     result = restore(
@@ -122,11 +130,11 @@ def load_state(
         strict=strict,
         **{} if native else options,
     )
-    set_own_buffers(run, buffers)
-    engine.states.load_native(reading.folder, **options)  # DeepSpeed and Megatron read their own files
-    forget_round(run.scaler)  # the steps and gradients of before have nothing to do with the loaded scale
-    _continue_window(run, reading, result)
-    _number_next(run, folder)
+    set_per_rank_buffers(run, buffers)
+    engine.states.load_native(reader.folder, **options)  # DeepSpeed and Megatron read their own files
+    forget_round(run.scaler)  # previous overflows do not apply to the loaded scale
+    _continue_window(run, reader, result)
+    _set_next_number(run, folder)
     return True
 
 

@@ -117,10 +117,10 @@ def save_state(
         folder, save_on_each_node=each_node, process=process, blocking=blocking, incremental=incremental
     ) as staging:
         saves_sharded = run.engine.states.saves_sharded
-        weights, optimizers = (_parts_for_hooks(run), []) if saves_sharded else _whole_states(run)
-        # By the states themselves, as hooks may take some out of the list.
+        weights, optimizers = (_sharded_states_for_hooks(run), []) if saves_sharded else _full_states(run)
+        # By the states' ids, as hooks may remove some from the list.
         frozen = _frozen(run, weights) if incremental and not saves_sharded else {}
-        given = [id(state) for state in weights]
+        state_ids = [id(state) for state in weights]
 
         def write_shared() -> None:
             # Hooks may remove weights from the list and write them themselves.
@@ -144,16 +144,18 @@ def save_state(
                 process=process,
             )
 
-        # Agreed on before the parts, whose collectives a process that has failed would not join.
-        together(write_shared, process, "writing the checkpoint")
+        # Checked before the sharded files, whose collectives a failed process would not join.
+        run_on_all_ranks(write_shared, process, "writing the checkpoint")
         if saves_sharded:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
-            left = {id(state) for state in weights}
-            taken = [index for index, state in enumerate(given) if state not in left]
-            save_sharded_state(staging.path, **parts_of(run), taken=taken, process=process)
+            kept_ids = {id(state) for state in weights}
+            skipped = [index for index, state in enumerate(state_ids) if state not in kept_ids]
+            save_sharded_state(
+                staging.path, **sharded_models_and_optimizers(run), skipped=skipped, process=process
+            )
         if run.engine.gradients.are_sharded:
-            save_own_buffers(run, staging)
+            save_per_rank_buffers(run, staging)
         run.engine.states.save_native(staging.path, **options)
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
@@ -167,7 +169,7 @@ def save_state(
 
 
 def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
-    """Write a registered object's state; what is in parts is written by all processes."""
+    """Write a registered object's state; sharded tensors are written by all processes."""
     if not run.engine.gradients.are_sharded:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
@@ -187,12 +189,8 @@ def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection
 def _full_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return the states that one process writes for all."""
     engine = run.engine
-    # Collective under some engines: every process calls it, also those that get nothing to write.
-    weights = [
-        run.engine.states.state_dict(model)
-        for model in run.models
-        if not engine.states.has_native_checkpoint(model)
-    ]
+    # Collective under some engines: every process calls it, even those that write nothing.
+    weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.has_native_checkpoint(model)]
     optimizers = [item for item in run.optimizers if not engine.states.has_native_checkpoint(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
 
@@ -214,8 +212,8 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
     """
     engine = run.engine
     models = [engine.states.state_root(model) for model in run.models]
-    # Under FSDP `parameters()` may return other tensors than the optimizer steps, unlike tensors_with_grad.
-    owned = [
+    # Under FSDP a model may have other tensors than its optimizer; tensors_with_grad returns the latter's.
+    parameter_ids = [
         {id(item) for item in engine.gradients.tensors_with_grad(model.parameters())} for model in models
     ]
     optimizers, owners = [], []
