@@ -275,7 +275,9 @@ def test_windows(world, tmp_path):
 
     for name in ("help", "explain", "config", "env"):
         assert done[name].endswith("exit code 0"), done[name]
-    assert done["memory"].startswith("RuntimeError: accel cannot see how much memory is free on Windows. Pass")
+    assert done["memory"].startswith(
+        "RuntimeError: accel cannot see how much memory is free on Windows. Pass"
+    )
     assert done["memory given"] == "no error"
     assert done["notebook alone"] == 2
     assert done["train"] == []

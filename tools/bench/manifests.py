@@ -69,7 +69,7 @@ def measure_manifest(rank: int, size: int, ranks: int, traces: bool) -> dict[str
             tracemalloc.start()
         start = time.process_time()
         known = [entry for entries in map(pickle.loads, sent) for entry in entries]
-        commit.seal(folder, {"world_size": ranks}, known=known)
+        commit.seal(folder, {"world_size": ranks}, described=known)
         seconds = time.process_time() - start
         megabytes = _megabytes(sent) if traces else 0.0
         found = manifest.read(folder)

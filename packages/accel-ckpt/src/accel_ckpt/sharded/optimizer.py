@@ -257,7 +257,9 @@ def state_to_read(
     return {"optimizer": {**state, "state": states, "param_groups": groups}}
 
 
-def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: ProcessInfo) -> dict[str, Any]:
+def _new_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: ProcessInfo
+) -> dict[str, Any]:
     """Return the state by names after a step with all gradients, and undo the step.
 
     Some parameters at a time, so that little memory is needed besides the state. For Adam only the beginning

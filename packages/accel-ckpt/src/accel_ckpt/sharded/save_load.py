@@ -245,7 +245,11 @@ def compare_sharded(
 
 
 def load_sharded(
-    folder: Path, objects: ShardedObjects, process: ProcessInfo, compared: ShardedComparison, strict: bool = True
+    folder: Path,
+    objects: ShardedObjects,
+    process: ProcessInfo,
+    compared: ShardedComparison,
+    strict: bool = True,
 ) -> None:
     """Load optimizers and models from their folders. Every process must call it.
 

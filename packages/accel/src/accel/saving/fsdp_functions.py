@@ -22,7 +22,7 @@ from accel.saving.adapters import adapter_names, is_peft_model, to_model_names
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
-from accel_ckpt.root.all_ranks import run_on_all_ranks
+from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_sharded_optimizer, sharded_state_to_save

@@ -190,7 +190,11 @@ def _full_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return the states that one process writes for all."""
     engine = run.engine
     # Collective under some engines: every process calls it, even those that write nothing.
-    weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.has_native_checkpoint(model)]
+    weights = [
+        run.engine.states.state_dict(model)
+        for model in run.models
+        if not engine.states.has_native_checkpoint(model)
+    ]
     optimizers = [item for item in run.optimizers if not engine.states.has_native_checkpoint(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
 

@@ -24,7 +24,12 @@ from accel_data.loader.base import Unbatched
 from accel_data.order.detect_sharding import describe_full_data
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.stream.dataset import BlockReader
-from accel_ops.collectives.comparison import PATIENCE, is_equal_on_all_ranks, is_first_to_differ, new_comparison_name
+from accel_ops.collectives.comparison import (
+    PATIENCE,
+    is_equal_on_all_ranks,
+    is_first_to_differ,
+    new_comparison_name,
+)
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -184,7 +189,6 @@ class Watch:
             return
         self._is_data_checked = True
         # Imported here, as most programs never come here.
-        from accel_data.order.presharded import whole_data
 
         for iterated in _plain_iterations():
             # Privates of torch's iteration, which does not keep its loader.
@@ -307,11 +311,6 @@ def _digest(parameters: Iterable[torch.Tensor]) -> str:
 
 def _plain_iterations() -> list[Any]:
     """The iterations over loaders that are going on, but for those of prepared loaders."""
-    from accel_data.dispatch.loader import Joined
-    from accel_data.loader.base import Unbatched
-    from accel_data.order.samplers import BatchSamplerShard
-    from accel_data.stream.dataset import BlockReader
-
     kinds = [_BaseDataLoaderIter]
     for kind in kinds:  # which grows
         kinds += kind.__subclasses__()

@@ -55,7 +55,7 @@ def warn_of_uneven(joining: JoinState | None, counts: tuple[int, ...] | None) ->
     warn(f"{seen}: {_TAKES_NO_PART}. {_to_train(joining)}{fix}.", UserWarning)
 
 
-def warn_of_missing(joining: JoinState | None, missing: Missing) -> None:
+def warn_of_missing(joining: JoinState | None, missing: ExhaustedRank) -> None:
     """Warn of a process that has no batch, in the step in which another one finds it.
 
     Args:

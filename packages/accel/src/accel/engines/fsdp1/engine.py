@@ -50,7 +50,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.folder.staging import staged
-from accel_state.devices.table import device_spec as device_spec
+from accel_state.devices.table import device_spec
 from accel_state.parallelism.torch_compat import init_device_mesh
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class FSDP1States(ShardedStates):
             Exception: If it does not fit; CheckpointError if it does not fit on another process.
         """
         if self._is_local:
-            together(
+            run_on_all_ranks(
                 lambda: self._load_local(folder), self.engine.context.process, "loading each process's shard"
             )
 
@@ -310,7 +310,7 @@ class FSDP1Engine(ShardedEngine):
 
     def _sharding(self) -> flat.FlatSharding:
         plugin, device = self.plugin, self.context.process.device
-        device = device_row(device).with_index(device)  # torch warns of a device without an index
+        device = device_spec(device).with_index(device)  # torch warns of a device without an index
         policy = copy.copy(plugin)  # a copy: the precision is completed for this Accelerator
         if self.context.precision.is_mixed:
             policy.set_mixed_precision(self.context.precision.name)
