@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,19 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     device_spec(current_process().device).empty_cache()
+
+
+def peak_memory() -> dict[str, int]:
+    """Return the most memory that this process had, in bytes: of the host, and of tensors on its device."""
+    peaks = {"host": 0, "device": row(current_process().device).max_memory_allocated()}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return peaks
+    # macOS counts bytes, other systems KiB.
+    unit = 1 if platform.system() == "Darwin" else 1024
+    peaks["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peaks
 
 
 def release_memory(*objects: Any) -> list[None]:

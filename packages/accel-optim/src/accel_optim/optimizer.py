@@ -15,6 +15,7 @@ from accel_optim.gradient_sync import GradientSync
 from accel_optim.lomo import steps_in_backward
 from accel_state.gradient import GradientState
 from accel_state.logging.warning import warn
+from accel_state.step_events import StepSkipped
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -222,16 +223,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._steps_inside_window, self._step_was_skipped = 0, False
         # Local names: __getattr__ makes each look-up on a wrapper slow, also of what it has.
         optimizer, sync, scaler = self.optimizer, self.gradient_sync, self.scaler
-        if self._steps_in_backward:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
-            return None
-        if sync.is_active:
-            sync.before_step(optimizer.param_groups)
-        if scaler is not None:
-            return self._step_scaled(scaler, closure)
-        if closure is None:
-            return optimizer.step()
-        return optimizer.step(closure)
+        events, result = self.gradient_state.events, None
+        try:
+            if events is not None:
+                closure = events.begin_step(self, closure)
+            if self._steps_in_backward:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
+            else:
+                if sync.is_active:
+                    sync.before_step(optimizer.param_groups)
+                if scaler is not None:
+                    result = self._step_scaled(scaler, closure)
+                else:
+                    result = optimizer.step() if closure is None else optimizer.step(closure)
+        except StepSkipped:
+            self.skip_step()
+        if events is not None:
+            events.end_step(self)
+        return result
 
     def skip_step(self) -> None:
         """Drop the gradients of the window instead of a step; a no-op inside a window.

@@ -14,6 +14,7 @@ from accel_state.process.shared_dict import shared_dict
 
 if TYPE_CHECKING:
     from accel_state.handlers import GradientAccumulationPlugin
+    from accel_state.step_events import StepEvents
 
 
 class GradientState:
@@ -27,9 +28,11 @@ class GradientState:
     Attributes:
         sync_gradients: Whether the current micro-batch ends the window, so that gradients are synchronised.
         plugin_kwargs: The settings of the accumulation plugin; may be changed in place.
+        events: Whom the steps of this state are published to; None where nobody observes them.
     """
 
     sync_gradients: bool
+    events: StepEvents | None
     plugin_kwargs: dict[str, Any]
     _is_xla_synced: bool
     _loaders: OpenLoaders
@@ -176,6 +179,7 @@ def _new_state(plugin_kwargs: dict[str, Any]) -> dict[str, Any]:
         "sync_gradients": True,
         "_is_xla_synced": False,
         "_loaders": OpenLoaders(),
+        "events": None,
     }
 
 

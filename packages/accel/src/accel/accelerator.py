@@ -14,7 +14,7 @@ import torch
 from accel.engines.choice import choose
 from accel.engines.common.checks import mapped_devices
 from accel.engines.start import start_engine
-from accel.observe.start import start_observers
+from accel.observe.base import start_observers
 from accel.saving.methods import CheckpointControl
 from accel.trackers import registry
 from accel.trackers.session import TrackerControl
@@ -25,7 +25,7 @@ from accel.training.attributes import RunAttributes
 from accel.training.collectives import CollectiveControl
 from accel.training.coordinates import MeshCoordinates
 from accel.training.gradients import GradientControl, drop_gradients, has_gradients
-from accel.training.misuse import Watch
+from accel.training.misuse import MisuseChecker
 from accel.training.prepare import (
     check_kind,
     prepare,
@@ -168,7 +168,7 @@ class Accelerator(
             window=Window(gradient_state),
             scaler=engine.context.scaler,
             engine=engine,
-            watch=Watch(),
+            misuse=MisuseChecker(),
             project_configuration=project_configuration,
             dataloader_config=dataloader_config,
             rng_types=arguments.resolve_rng_types(rng_types),
@@ -300,7 +300,7 @@ class Accelerator(
         """A context for training on inputs whose number differs between processes.
 
         Args:
-            joinables: Prepared models (or torch's Joinable objects).
+            joinables: PrepareRequest models (or torch's Joinable objects).
             even_batches: Overrides the setting for prepared map-style loaders inside the context.
         """
         return join_uneven_inputs(self.run, joinables, even_batches)
@@ -358,6 +358,7 @@ class Accelerator(
             for observer in self.run.observers:
                 ending.callback(observer.stop)
             self.run.observers = []
+            self.run.gradient_state.events = None
             # A run that never saves does not import the code of saving at its end.
             if "accel_ckpt.background.thread" in sys.modules:
                 ending.callback(self.wait_for_save)

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel.observe import Observer
 from accel.observe.base import ObserverKwargs
-from accel.observe.observer import Observer
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -116,6 +116,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         batches: Iterator[Any] = iter(())
         info, step_rows = EpochInfo(), None
         try:
+            if (events := self.gradient_state.events) is not None:
+                for notify in (*events.loader_started, *events.before_batch):
+                    notify(self)
             if not run.begin.ended:
                 batches, info = self._read(run)
             if self._warn_uneven is not None and uneven_monitor is None:
@@ -134,7 +137,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     uneven_monitor.record(step, last=step == info.num_batches)
                     has_warned = has_warned or self._check_exhausted(uneven_monitor)
                 self.gradient_state._record_batch(self)
-                yield batch if device is None else send_to_device(batch, device, non_blocking)
+                # Not kept here while the loop has it: batches may be large.
+                if (events := self.gradient_state.events) is None:
+                    yield batch if device is None else send_to_device(batch, device, non_blocking)
+                else:
+                    yield events.publish_batch(
+                        self, batch if device is None else send_to_device(batch, device, non_blocking)
+                    )
+                if (events := self.gradient_state.events) is not None:
+                    for notify in events.before_batch:
+                        notify(self)
             exhausted = True
             self._warn_if_empty(run)
         # A dead worker shows only by the errors of its queues and shared memory.
@@ -151,6 +163,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if uneven_monitor is not None:
                 uneven_monitor.end(exhausted)
             self.end()
+            if (events := self.gradient_state.events) is not None:
+                for notify in events.loader_ended:
+                    notify(self)
 
     def _ends_for_all(self, run: EpochRun) -> bool:
         """Whether no rank has a batch after this rank's last one."""

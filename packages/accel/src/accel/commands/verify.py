@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel.observe.verify.compare import Verdict, compare
 from accel.observe.verify.recorded_runs import read_record, record_file
-from accel.observe.verify.same_training import Verdict, compare
 from accel.trackers.systems.jsonl import valid_json
 from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import LaunchParser, launch_flags_parser
@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     if not all(record["steps"] for record in records):
         prepared = ", ".join(records[0]["optimizers"]) or "none"
         raise LaunchError(
-            f"not verified: {args.training_script} ended {where} without a step that is recorded. Prepared "
+            f"not verified: {args.training_script} ended {where} without a step that is recorded. PrepareRequest "
             f"optimizers: {prepared}. Recorded are those whose class derives from torch.optim.Optimizer and "
             "calls its __init__, when step() is called; LOMO, which steps in backward, is not."
         )

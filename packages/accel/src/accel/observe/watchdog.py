@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel.observe.base import ObserverKwargs
-from accel.observe.observer import Observer
 from accel_ops.debug.watchdog import Watchdog
 from accel_state import env
 from accel_state.logging.warning import warn
+from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
     from accel.training.run import Run
 
 DEFAULT_TIMEOUT_S = 120.0
-"""Longer than a checkpoint or an evaluation on the main process usually keeps the others waiting."""
+"""Longer than a checkpoint or an evaluation on the main process usually keeps the other ranks waiting."""
 
 
 @dataclass
 class WatchdogKwargs(ObserverKwargs):
-    """Settings of the watchdog, which reports a collective that waits for too long.
+    """Settings of the watchdog, which reports a collective that waits too long.
 
-    One process of each machine then prints which processes have arrived, which have not, and where each is.
-    With one process it does nothing.
+    One process per machine prints which processes have arrived, which have not, and where each is. With one
+    process it does nothing.
 
     Args:
         timeout: The limit, in seconds; default: ACCELERATE_WATCHDOG, then 120.
@@ -69,7 +69,7 @@ class WatchdogKwargs(ObserverKwargs):
                 f"abort={_running.dog.abort!r}. Pass the same, or end that one's training first."
             )
         _running.users += 1
-        return _Share(_running)
+        return WatchdogUser(_running)
 
 
 @dataclass(eq=False)
@@ -82,13 +82,14 @@ class _Shared:
 _running: _Shared | None = None
 
 
-class _Share(Observer):
-    """One Accelerator's part in the watchdog, which ends with the last of them."""
+class WatchdogUser(Observer):
+    """One Accelerator that uses the watchdog of the process, which ends with the last of them."""
 
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
 
     def stop(self) -> None:
+        """End the watchdog, if no other Accelerator uses it."""
         self._shared.users -= 1
         if self._shared.users == 0:
             self._shared.dog.stop("end_training was called")

@@ -105,7 +105,7 @@ def save_state(
     # Checks come before the folder is created: a failing call leaves nothing behind.
     _check_window(run)
     run.engine.states.check_save(run.optimizers)
-    run.watch.before_save(run)
+    run.misuse.before_save(run)
     process = run.process if process is None else process
     verify_before_save(run, process)
     end_round(run.scaler)  # or the saved scale would not include the overflows of the last steps

@@ -25,6 +25,7 @@ from accel_state.handlers import (
 from accel_state.logging.loggers import get_logger
 from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
+from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
     from accel.engines import Engine
@@ -46,7 +47,7 @@ class Handlers:
     profile: ProfileKwargs | None = None
     fp8: Any = None
     engine: Any = None  # the settings of an engine of another package
-    observers: tuple[ObserverKwargs, ...] = ()
+    observers: tuple[ObserverKwargs | Observer, ...] = ()
 
     def for_engines(self) -> dict[str, Any]:
         """Those that every engine may read."""
@@ -79,9 +80,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         ValueError: If two are of one kind.
     """
     found: dict[str, Any] = {}
-    observers: dict[type, ObserverKwargs] = {}
+    observers: dict[type, ObserverKwargs | Observer] = {}
     for handler in handlers or ():
-        if isinstance(handler, ObserverKwargs):
+        if isinstance(handler, ObserverKwargs | Observer):
             if type(handler) in observers:
                 raise ValueError(_two_of(type(handler), type(handler)))
             observers[type(handler)] = handler
@@ -94,9 +95,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         if field is None:
             names = ", ".join(kind.__name__ for kind in _fields())
             raise TypeError(
-                f"kwargs_handlers got {handler!r}; it takes instances of {names}, settings of "
-                "observers (GuardKwargs, StatisticsKwargs and WatchdogKwargs of accel.observe), and settings "
-                "of an engine that another package adds."
+                f"kwargs_handlers got {handler!r}; it takes instances of {names}, observers (subclasses of "
+                "accel.observe.Observer; GuardKwargs, StatisticsKwargs and WatchdogKwargs of accel.observe), "
+                "and settings of an engine that another package adds."
             )
         if field in found:
             raise ValueError(_two_of(type(found[field]), type(handler)))

@@ -143,30 +143,33 @@ class GradientControl:
             RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
         """
         run = self.run
-        # After the first steps this is False, and a backward pass costs two look-ups here.
-        if not run.is_usual or "learning_rate" in kwargs:
-            run.is_usual = not run.watch.before_backward(run, weight is None) and run.lomo is None
-            if run.lomo is not None or "learning_rate" in kwargs:
-                given: dict[str, Any] = {} if weight is None else {"weight": weight}
-                _backward_that_steps(run, loss, **given, **kwargs)
-                return
+        if run.lomo is not None or "learning_rate" in kwargs:
+            given: dict[str, Any] = {} if weight is None else {"weight": weight}
+            _backward_that_steps(run, loss, **given, **kwargs)
+            return
+        events = run.gradient_state.events
         if weight is None:
             steps = run.window.loss_divisor()
             # The usual case without a division, which would be one more operation in every graph.
-            if steps == 1:
-                run.engine.backward(loss, **kwargs)
-            elif _can_start_from(run, loss, kwargs):
-                # What arrives at `loss` from `loss / steps`, with no division in the graph.
-                run.engine.backward(loss, gradient=torch.full_like(loss, 1 / steps), **kwargs)
-            else:
-                run.engine.backward(loss / steps, **kwargs)
-            return
-        # bf16 and fp16 hold counts of tokens exactly up to 256 and 2048 only.
-        precise = torch.promote_types(loss.dtype, torch.float32)
-        factor = run.window.weigh(weight, _Gathered(run, precise))
-        if isinstance(factor, torch.Tensor):
-            factor = factor.to(loss.device, precise, non_blocking=True)  # no wait for its value
-        run.engine.backward(loss * factor, **kwargs)
+            if steps != 1:
+                if _can_start_from(run, loss, kwargs):
+                    # What arrives at `loss` from `loss / steps`, with no division in the graph.
+                    kwargs["gradient"] = torch.full_like(loss, 1 / steps)
+                else:
+                    loss = loss / steps
+        else:
+            # bf16 and fp16 hold counts of tokens exactly up to 256 and 2048 only.
+            precise = torch.promote_types(loss.dtype, torch.float32)
+            factor = run.window.weigh(weight, _Gathered(run, precise))
+            if events is not None:
+                factor = events.publish_weight(weight, factor)
+            if isinstance(factor, torch.Tensor):
+                factor = factor.to(loss.device, precise, non_blocking=True)  # no wait for its value
+            loss = loss * factor
+        if events is None:
+            run.engine.backward(loss, **kwargs)
+        else:
+            events.run_backward(run.engine.backward, loss, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Backward, and with it the step, of a prepared optimizer that steps in backward (LOMO).
@@ -211,10 +214,16 @@ class GradientControl:
         if run.gradient_state.sync_gradients:
             if run.engine.gradient_sync.is_active:
                 run.engine.gradient_sync.finish_window()
+            if (events := run.gradient_state.events) is not None:
+                events.publish_gradients()
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)
             gradients = run.gradients or run.engine.gradients
-            return gradients.clip_norm(tensors, max_norm, norm_type)
+            norm = gradients.clip_norm(tensors, max_norm, norm_type)
+            if events is not None:
+                for notify in events.gradients_clipped:
+                    notify(norm)
+            return norm
         # The gradients so far, of this process: they are neither whole nor unscaled.
         norm = run.engine.gradients.norm(tensors, norm_type)
         if norm is None or run.scaler is None:
@@ -227,6 +236,8 @@ class GradientControl:
         if run.gradient_state.sync_gradients:
             if run.engine.gradient_sync.is_active:
                 run.engine.gradient_sync.finish_window()
+            if (events := run.gradient_state.events) is not None:
+                events.publish_gradients()
             tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)
@@ -268,6 +279,8 @@ def _unscale_gradients(run: Run, optimizer: Any) -> None:
         return
     # First, as what an engine still holds back is multiplied by the scale too.
     run.engine.gradient_sync.finish_window()
+    if (events := run.gradient_state.events) is not None:
+        events.publish_gradients()
     chosen: Sequence[Any] = run.optimizers
     if optimizer is not None:
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

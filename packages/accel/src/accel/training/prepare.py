@@ -161,8 +161,7 @@ def prepare_models_and_optimizers(
     run.gradients = run.engine.gradients
     run.lomo = find_lomo(run.optimizers)  # all: one of an earlier call may be it
     if fresh:
-        run.watch.resume(run)
-        run.is_usual = False
+        run.misuse.restart(run)
     _attach_schedulers(run)
     asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
     # The engine answers in the order in which it was asked.
@@ -202,7 +201,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
         scheduler = scheduler.scheduler
     for known in run.schedulers:
-        # Prepared already, in either form.
+        # PrepareRequest already, in either form.
         if known is scheduler or known.scheduler is scheduler:
             return known
     scheduler = run.engine.prepare_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
@@ -213,11 +212,11 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
             step_with_optimizer=run.step_scheduler_with_optimizer,
             split_batches=run.dataloader_config.split_batches,
             gradient_state=run.gradient_state,
-            num_processes=run.engine.loaders.dp_rank_and_size[1],
+            num_processes=run.engine.loaders.dp_rank_and_size[1] * run.batch_factor,
         )
     prepared: AcceleratedScheduler = scheduler
     run.schedulers.append(_marked(prepared))
-    run.watch.begin(run)
+    run.misuse.start(run)
     _attach_schedulers(run)
     return prepared
 
@@ -244,7 +243,7 @@ def prepare_loader(
         return loader if inner is loader.loader else loader.with_loader(inner)
     config = run.dataloader_config
     place = run.device_placement if place is None else place
-    # Prepared again with other settings, it is another loader.
+    # PrepareRequest again with other settings, it is another loader.
     asked = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
     for known in run.loaders:
         source = _made_from.get(known)
@@ -253,7 +252,7 @@ def prepare_loader(
     rank, size = run.engine.loaders.dp_rank_and_size
     shares_samples = size != run.process.world_size  # tensor or context parallelism
     prepared = prepare_data_loader(
-        run.engine.loaders.loader_to_prepare(loader),
+        run.engine.loaders.loader_to_prepare(_enlarge_batches(run.batch_factor, loader)),
         run.process.device,
         num_processes=size,
         process_index=rank,
@@ -285,12 +284,26 @@ def prepare_loader(
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
     if not any(known is prepared for known in run.loaders):
         run.loaders.append(_marked(prepared))
-        run.watch.begin(run)
+        run.misuse.start(run)
         for observer in run.observers:
             observer.loader_prepared(prepared)
     if prepared is not loader:
         _made_from[prepared] = ref(loader), asked
     return prepared
+
+
+def _enlarge_batches(factor: int, loader: Any) -> Any:
+    """Make the batches of a DataLoader larger, in place; idempotent. Returns the loader."""
+    if factor == 1 or not isinstance(loader, DataLoader) or getattr(loader, "_verify_enlarged", False):
+        return loader
+    sampler = loader.batch_sampler
+    if isinstance(getattr(sampler, "batch_size", None), int):
+        sampler.batch_size *= factor  # type: ignore[union-attr]
+    # DataLoader rejects an assignment after it was made, and its batch size is read here alone.
+    if loader.batch_size is not None:
+        vars(loader)["batch_size"] = loader.batch_size * factor
+    vars(loader)["_verify_enlarged"] = True
+    return loader
 
 
 def _kind_of(run: Run, item: Any) -> str | None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from accel.engines import Engine, Gradients
-    from accel.observe.observer import Observer
+    from accel.training.misuse import MisuseChecker
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
     from accel_optim.scheduler import AcceleratedScheduler
@@ -20,25 +20,7 @@ if TYPE_CHECKING:
     from accel_state.enums import RNGType
     from accel_state.gradient import GradientState
     from accel_state.process.info import ProcessInfo
-
-
-class Watcher(Protocol):
-    """Checks the first steps of a run; see `accel.training.misuse`."""
-
-    def begin(self, run: Run) -> None:
-        """Check the first steps: a loader or scheduler was prepared."""
-
-    def resume(self, run: Run) -> None:
-        """Check the next steps too: a model or optimizer was prepared."""
-
-    def before_backward(self, run: Run, is_mean: bool) -> bool:
-        """Count a backward pass; returns whether the next one is to be counted too."""
-
-    def before_step(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
-        """Check the step that an optimizer is about to make."""
-
-    def before_save(self, run: Run) -> None:
-        """Warn of what trains and is not saved."""
+    from accel_state.step_events import Observer
 
 
 class EndNotice(Protocol):
@@ -64,7 +46,7 @@ class Run:
         window: Counts micro-batches.
         scaler: The loss scaler of fp16 training, else None.
         engine: How training is parallelized.
-        watch: Checks the first steps.
+        misuse: Checks the first steps.
         project_configuration: Where checkpoints go.
         dataloader_config: How loaders are sharded.
         rng_types: Generators synchronised at the start of each iteration.
@@ -74,10 +56,11 @@ class Run:
         registered: Objects that are saved and loaded along with the state.
         save_hooks: Called before `save_state` writes.
         load_hooks: Called before `load_state` reads.
-        observers: What observes the run; none of a step's code asks for them.
+        observers: What observes the run; those of its steps are in `gradient_state.events`.
+        batch_factor: Makes the batches of loaders so many times as large before they are prepared, and
+            prepared schedulers move so many times as far: `accel verify` trains on one process as on several.
         gradients: The engine's gradients, asked for once, when models or optimizers are prepared.
         lomo: The prepared optimizer that steps in backward, if there is one.
-        is_usual: Whether backward passes are no longer counted, and not those of LOMO.
         preemption: Notes signals to end, after the first `save_on_preemption`.
         warned_types: Types for which `prepare` has warned that it leaves them unchanged.
         has_warned_of_folder: Whether `save_state` has warned that it ignores output_dir.
@@ -88,7 +71,7 @@ class Run:
     window: Window
     scaler: torch.amp.GradScaler | None
     engine: Engine
-    watch: Watcher
+    misuse: MisuseChecker
     project_configuration: ProjectConfiguration
     dataloader_config: DataLoaderConfiguration
     rng_types: list[RNGType]
@@ -102,9 +85,9 @@ class Run:
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     observers: list[Observer] = field(default_factory=list)
+    batch_factor: int = 1
     gradients: Gradients | None = None
     lomo: Any = None
-    is_usual: bool = False
     preemption: EndNotice | None = None
     warned_types: set[type] = field(default_factory=set)
     has_warned_of_folder: bool = False

@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from accel import Accelerator
+from accel.observe.verify.compare import Verdict, compare
 from accel.observe.verify.recorded_runs import read_record
-from accel.observe.verify.same_training import Verdict, compare
 from accel_world.program import run_program
 
 PROGRAM = str(Path(__file__).with_name("verified_program.py"))

@@ -18,6 +18,7 @@ from accel.engines.deepspeed.weights import TrainedParameters
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 from accel_state.logging.warning import warn
+from accel_state.step_events import StepSkipped
 
 
 class DeepSpeedEngineWrapper:
@@ -190,9 +191,18 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 f"step(closure) of {type(self.optimizer).__name__}: DeepSpeed's engine steps once per "
                 "backward pass. Use an optimizer that needs no closure."
             )
-        if self.gradient_state.sync_gradients:
-            self._step_was_skipped = False
+        if not self.gradient_state.sync_gradients:
+            return
+        events = self.gradient_state.events
+        self._step_was_skipped = False
+        try:
+            if events is not None:
+                events.begin_step(self)
             self.driver.step()
+        except StepSkipped:
+            self.skip_step()
+        if events is not None:
+            events.end_step(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at stage 0 in full precision.

@@ -10,6 +10,7 @@ from accel.engines.megatron.models.build import optimizer_config
 from accel.engines.megatron.runtime import core
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.step_events import StepSkipped
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +45,19 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
             raise ValueError("step(closure): Megatron-LM's optimizer steps once per call of the model.")
         if not self.has_gradients:
             return
-        succeeded, self.grad_norm, _ = self.optimizer.step()
-        self._was_skipped = not succeeded
-        self.has_gradients = False
-        # A norm from clip_grad_norm_ is used for one step.
-        self.clip_by(self._clip_by_default)
+        events = self.gradient_state.events
+        try:
+            if events is not None:
+                events.begin_step(self)
+            succeeded, self.grad_norm, _ = self.optimizer.step()
+            self._was_skipped = not succeeded
+            self.has_gradients = False
+            # What clip_grad_norm_ said counts for one step.
+            self.clip_by(self._clip_by_default)
+        except StepSkipped:
+            self.skip_step()
+        if events is not None:
+            events.end_step(self)
 
     def skip_step(self) -> None:
         """Leave the next step out: the model's next call starts with empty gradients."""

@@ -1,35 +1,32 @@
-"""The guard: follows losses and gradients, and has all processes do the same about what is wrong."""
+"""The guard: checks losses and gradients, and makes all processes react in the same way."""
 
 from __future__ import annotations
 
 import math
 import os
-from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
-from accel.observe.attach import Undo, put
 from accel.observe.guard.bundle import Bundle, shown, write
 from accel.observe.guard.errors import GuardError
 from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
 from accel.observe.guard.record import WindowRecorder
 from accel.observe.guard.report import Finding, Spikes, describe
-from accel.observe.observer import Observer
 from accel_ops.collectives import operations
 from accel_ops.collectives.objects import gather_object
 from accel_optim.lomo import steps_in_backward
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.logging.warning import warn
+from accel_state.step_events import Observer, subscribe, unsubscribe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from accel.training.run import Run
 
-_ROW = 10  # warnings of steps in a row that are wrong; from there on every hundredth warns
+_MOST_WARNINGS = 10  # for bad steps in a row; after these every hundredth warns
 
 
 class _Settings(Protocol):
@@ -43,12 +40,8 @@ class _Settings(Protocol):
     check_gradients: bool
 
 
-class _StepSkipped(Exception):  # no error: leaves the step of an optimizer that has called a closure
-    pass
-
-
 class Guard(Observer):
-    """Looks at the losses and gradients of a run.
+    """Checks the losses and gradients of a run.
 
     Args:
         run: The run.
@@ -58,26 +51,21 @@ class Guard(Observer):
     def __init__(self, run: Run, settings: _Settings) -> None:
         self._run, self._settings = run, settings
         self._losses: list[torch.Tensor] = []
-        self._judged: set[int] = set()  # the ids of optimizers that have stepped since the last backward pass
+        self._checked: set[int] = (
+            set()
+        )  # ids of the optimizers that have stepped since the last backward pass
         self._measured: dict[int, Measured] = {}  # by the id of the optimizer
-        self._has_new = False
         self._order = BackwardOrder()
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._spikes: WeakKeyDictionary[Any, Spikes] = WeakKeyDictionary()
-        self._row = self._skipped = self._written = 0
-        self._has_told_of_none = False
+        self._bad_steps_in_a_row = self._skipped = self._written = 0
+        self._has_warned_no_optimizer = False
         self._recorder = WindowRecorder(run) if settings.bundle is not None else None
-        engine, sync = run.engine, run.engine.gradient_sync
-        self._undo: list[Undo] = [
-            put(engine, "backward", partial(self._backward, engine.backward)),
-            # Where gradients are whole and reduced, and neither clipped nor unscaled yet.
-            put(sync, "finish_window", partial(self._finish_window, sync.finish_window)),
-            partial(delattr, sync, "is_active"),
-        ]
-        sync.is_active = True  # on one process finish_window would not be called
+        if self._recorder is not None:
+            subscribe(run.gradient_state, self._recorder)
 
     def model_prepared(self, model: torch.nn.Module) -> None:
-        """Note the order of its parameters in backward."""
+        """Record the order of its parameters in backward."""
         if self._settings.check_gradients and not self._run.engine.gradients.are_sharded:
             self._order.note(model)
         if self._recorder is not None:
@@ -89,7 +77,7 @@ class Guard(Observer):
             self._recorder.loader_prepared(loader)
 
     def optimizer_prepared(self, optimizer: Any) -> None:
-        """Judge each of its steps."""
+        """Warn if its gradients or steps cannot be checked."""
         if self._settings.check_gradients and type(optimizer) is not AcceleratedOptimizer:
             warn(
                 f"GuardKwargs looks at losses alone under {self._run.engine.name}, which keeps gradients to "
@@ -98,123 +86,84 @@ class Guard(Observer):
         if steps_in_backward(optimizer):
             name = type(getattr(optimizer, "optimizer", optimizer)).__name__
             warn(f"GuardKwargs does not look at the steps of {name}, which steps in backward.")
-        plain = optimizer.step
-
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._step(plain, optimizer, *args, **kwargs)
-
-        # A method of a function, as torch's schedulers wrap `step.__func__`.
-        self._undo.append(put(optimizer, "step", MethodType(step, optimizer)))
 
     def stop(self) -> None:
-        """Take off what was attached."""
+        """Stop observing, and remove hooks."""
+        unsubscribe(self._run.gradient_state, self)
         self._order.end()
-        while self._undo:
-            self._undo.pop()()
         if self._recorder is not None:
+            unsubscribe(self._run.gradient_state, self._recorder)
             self._recorder.stop()
 
-    def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+    def before_backward(self, loss: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Keep the loss for the check of the step."""
         if not self._run.optimizers:  # nothing would end the window, whose batches are kept
-            self._tell_of_none()
-            plain(loss, **kwargs)
+            self._warn_no_optimizer()
             return
-        begins = bool(self._judged)
-        self._judged.clear()
+        begins = bool(self._checked)
+        self._checked.clear()
         if begins:
             self._losses.clear()
         if self._recorder is not None:
-            self._recorder.note_loss(loss, begins)
-        run, seen = self._run, loss.detach()
+            self._recorder.record_loss(loss, begins)
+        run, value = self._run, loss.detach()
         # A window's mean losses come divided, unless backward starts from a gradient that is.
-        steps = run.gradient_state.num_steps if run.window.has_means and "gradient" not in kwargs else 1
-        seen = seen if seen.dim() == 0 else seen.mean()
-        self._losses.append(seen if steps == 1 else seen * steps)
-        plain(loss, **kwargs)
-        self._has_new = True
+        steps = run.gradient_state.num_steps if run.window.has_means and gradient is None else 1
+        value = value if value.dim() == 0 else value.mean()
+        self._losses.append(value if steps == 1 else value * steps)
 
-    def _tell_of_none(self) -> None:
-        if not self._has_told_of_none:
-            self._has_told_of_none = True
+    def _warn_no_optimizer(self) -> None:
+        if not self._has_warned_no_optimizer:
+            self._has_warned_no_optimizer = True
             warn(
                 "GuardKwargs looks at the steps of prepared optimizers, and none is prepared. Pass the "
                 "optimizer to accelerator.prepare()."
             )
 
-    def _finish_window(self, plain: Callable[[], None]) -> None:
-        plain()
-        if self._has_new and self._run.gradient_state.sync_gradients:
-            self._has_new = False
-            self._order.end()
-            if self._settings.check_gradients:
-                own = [item for item in self._run.optimizers if type(item) is AcceleratedOptimizer]
-                self._measured = {id(item): measure(item.param_groups) for item in own}
+    def gradients_ready(self) -> None:
+        """Measure the gradients of the window."""
+        self._order.end()
+        if self._settings.check_gradients:
+            optimizers = [item for item in self._run.optimizers if type(item) is AcceleratedOptimizer]
+            self._measured = {id(item): measure(item.param_groups) for item in optimizers}
 
-    def _step(
-        self, plain: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None = None
-    ) -> Any:
-        if not self._run.gradient_state.sync_gradients:
-            return plain() if closure is None else plain(closure)
-        if closure is not None:
-            return self._step_by(closure, plain, optimizer)
-        # A second step without a backward pass has nothing new to judge.
-        if id(optimizer) not in self._judged and self._is_to_skip(optimizer):
-            optimizer.skip_step()
-            return None
-        return plain()
-
-    def _step_by(self, closure: Callable[[], Any], plain: Callable[..., Any], optimizer: Any) -> Any:
-        """Step an optimizer whose closure calls backward: judged once it has, before a parameter changes."""
-        is_first = True
-
-        def judged() -> Any:
-            nonlocal is_first
-            loss = closure()
-            # Not again within the step: a line search tries weights that it does not keep.
-            if is_first and self._is_to_skip(optimizer):
-                raise _StepSkipped
-            is_first = False
-            return loss
-
-        try:
-            return plain(judged)
-        except _StepSkipped:
-            optimizer.skip_step()
-            return None
-        finally:
-            self._judged.add(id(optimizer))  # the next step's losses are its own
-
-    def _is_to_skip(self, optimizer: Any) -> bool:
-        """Judge a step: warn of what is wrong, or raise; returns whether to skip it."""
-        self._run.engine.gradient_sync.finish_window()
+    def before_step(self, optimizer: Any) -> bool:
+        """Check a step: warn if something is wrong, or raise; returns whether to skip it."""
+        # A second step without a backward pass has nothing new to check.
+        if id(optimizer) in self._checked:
+            return False
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        found = self._judge(optimizer)
-        self._judged.add(id(optimizer))
+        found = self._check(optimizer)
+        self._checked.add(id(optimizer))
         if found is None:
-            self._row = 0
+            self._bad_steps_in_a_row = 0
             return False
         message, bundle = found
-        self._row += 1
-        action = self._settings.action
+        self._bad_steps_in_a_row += 1
+        count, action = self._bad_steps_in_a_row, self._settings.action
         if action == "stop":
             raise GuardError(f"{message} GuardKwargs(action='stop') ends the run.{bundle}")
         if action == "skip":
             self._skipped += 1
             message += f" All processes skip the step ({self._skipped} so far)."
-        if self._row <= _ROW or self._row % 100 == 0:
-            row = f" It is number {self._row} in a row." if self._row > 1 else ""
+        if count <= _MOST_WARNINGS or count % 100 == 0:
+            row = f" It is number {count} in a row." if count > 1 else ""
             warn(message + row + bundle)
         return action == "skip"
 
-    def _judge(self, optimizer: Any) -> tuple[str, str] | None:
-        """A message about a step and one about its bundle; None if nothing is wrong on any process."""
+    def after_step(self, optimizer: Any) -> None:
+        """End the window: a closure may have computed other losses in the step since it was checked."""
+        self._checked.add(id(optimizer))
+
+    def _check(self, optimizer: Any) -> tuple[str, str] | None:
+        """Return a message about a step and one about its bundle; None if nothing is wrong on any process."""
         process = self._run.process
         measured = self._measured.get(id(optimizer), Measured())
         facts = self._facts(measured)[None]
-        # A process that is out of data takes no part in collectives: each judges by itself.
+        # A process that has run out of data calls no collectives: each one checks by itself.
         joining = self._run.engine.loaders.join_state
-        together = process.world_size > 1 and not (joining is not None and joining.active)
-        table = (operations.gather(facts, process=process) if together else facts).tolist()
+        on_all_ranks = process.world_size > 1 and not (joining is not None and joining.active)
+        table = (operations.gather(facts, process=process) if on_all_ranks else facts).tolist()
         spikes = self._spikes_of(optimizer)
         is_spike = [False] * len(table) if spikes is None else spikes.find([mean for _, _, mean in table])
         has_bad_loss = any(bad_loss for bad_loss, _, _ in table)
@@ -224,18 +173,18 @@ class Guard(Observer):
         scale = self._scale() if has_bad_gradient and not has_bad_loss else None
         if scale is not None and scale > 1 and not any(is_spike):
             return None  # an overflow: the scaler skips this step, and lowers the scale
-        finding = self._find(measured, is_spike[process.rank if together else 0])
-        findings = gather_object([finding], process=process) if together else [finding]
+        finding = self._find(measured, is_spike[process.rank if on_all_ranks else 0])
+        findings = gather_object([finding], process=process) if on_all_ranks else [finding]
         message = describe(self._steps[optimizer], findings, spikes, scale)
         if self._recorder is None or self._written >= self._settings.max_bundles:
             return message, ""
-        return message, self._bundle(Bundle(self._steps[optimizer], message, _ranks(findings)), together)
+        return message, self._bundle(Bundle(self._steps[optimizer], message, _ranks(findings)), on_all_ranks)
 
-    def _bundle(self, about: Bundle, together: bool) -> str:
-        """Write a bundle; returns what there is to say about it."""
-        assert self._recorder is not None, "the caller has asked"
+    def _bundle(self, about: Bundle, on_all_ranks: bool) -> str:
+        """Write a bundle; returns a sentence about it."""
+        assert self._recorder is not None, "checked before"
         assert self._settings.bundle is not None, "there is a recorder"
-        if self._run.process.world_size > 1 and not together:
+        if self._run.process.world_size > 1 and not on_all_ranks:
             return " No bundle is written inside join_uneven_inputs, where processes may be out of data."
         try:
             folder = write(self._run, self._settings.bundle, about, self._recorder)
@@ -260,7 +209,7 @@ class Guard(Observer):
         factor = self._settings.spike
         if factor is None:
             return None
-        # Optimizers that step in turn have losses of their own.
+        # Optimizers that step in turn have different losses.
         return self._spikes.setdefault(optimizer, Spikes(factor, self._settings.spike_window))
 
     def _scale(self) -> float | None:
@@ -279,6 +228,6 @@ class Guard(Observer):
 
 
 def _ranks(findings: Sequence[Finding]) -> tuple[int, ...]:
-    """The processes whose windows are of use: those with a loss that is wrong, else all."""
-    own = tuple(finding.rank for finding in findings if finding.is_bad)
-    return own or tuple(finding.rank for finding in findings)
+    """Return the ranks whose windows are useful: those with a bad loss, else all."""
+    bad = tuple(finding.rank for finding in findings if finding.is_bad)
+    return bad or tuple(finding.rank for finding in findings)

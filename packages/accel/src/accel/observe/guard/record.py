@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.observe.attach import Undo, follow, put
 from accel.observe.guard.batch import encode
 from accel_ckpt.training_state.rng import get_rng_state
 from accel_data.loader.base import DataLoaderAdapter
 from accel_data.loader.indices import IndexRecorder
 from accel_ops.trees.walk import flatten
+from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from accel.training.run import Run
 
 
 @dataclass(frozen=True)
-class _Handed:
-    """A batch, and the generators when the loop got it."""
+class _RecordedBatch:
+    """A batch, and the states of the random generators when the loop got it."""
 
     batch: Any
     rng: dict[str, Any]
@@ -41,16 +39,16 @@ class _Handed:
 
 @dataclass
 class _MicroBatch:
-    """Backward passes since a batch was handed out.
+    """The backward passes after a batch was handed out.
 
     Attributes:
-        handed: What each loader has handed out, by its number.
+        batches: The batch of each loader, by its number.
         buffers: Those of each model, by its number, before its first forward pass.
-        losses: Per backward pass the loss, what it was multiplied by for its weight, and whether the weights
-            of the window's step computed it.
+        losses: Per backward pass the loss, the factor that it was multiplied with for its weight, and whether
+            the weights of the window's step computed it.
     """
 
-    handed: dict[int, _Handed]
+    batches: dict[int, _RecordedBatch]
     buffers: dict[int, dict[str, torch.Tensor]]
     losses: list[tuple[torch.Tensor, Any, bool]] = field(default_factory=list)
 
@@ -60,11 +58,11 @@ class _MicroBatch:
             {"loss": loss.cpu().clone(), "factor": _plain(factor), "compared": compared}
             for loss, factor, compared in self.losses
         ]
-        handed = {number: item.to_state() for number, item in self.handed.items()}
-        return {"handed": handed, "buffers": self.buffers, "losses": losses}
+        batches = {number: item.to_state() for number, item in self.batches.items()}
+        return {"handed": batches, "buffers": self.buffers, "losses": losses}
 
 
-class WindowRecorder:
+class WindowRecorder(Observer):
     """Keeps an accumulation window of a run.
 
     Args:
@@ -74,26 +72,57 @@ class WindowRecorder:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._window: list[_MicroBatch] = []
-        self._handed: dict[int, _Handed] = {}  # since the last backward pass
+        self._batches: dict[int, _RecordedBatch] = {}  # since the last backward pass
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # since the last batch
         # Of each buffer a copy, and which change of it torch has counted.
         self._copies: Any = WeakIdKeyDictionary()
         self._factor: Any = None
-        self._undo: list[Undo] = [put(run.window, "weigh", partial(self._weigh, run.window.weigh))]
+        self._loaders: WeakKeyDictionary[Any, _Iteration] = WeakKeyDictionary()
+        self._hooks: list[Any] = []
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Keep its buffers, as they are before the window's first forward pass."""
         number = next(index for index, item in enumerate(self._run.models) if item is model)
         hook = partial(self._before_forward, number)
-        self._undo.append(called(self._run, model).register_forward_pre_hook(hook).remove)
+        self._hooks.append(called_module(self._run, model).register_forward_pre_hook(hook))
 
-    def loader_prepared(self, loader: Any) -> None:
-        """Keep what it hands out."""
-        number = len(self._run.loaders) - 1
-        self._undo.append(follow(loader, partial(self._hand_on, number)))
+    def loader_started(self, loader: Any) -> None:
+        """Count its batches from here, and record their indices."""
+        number = loader_number(self._run, loader)
+        if number is None:
+            return
+        indices = IndexRecorder(loader) if isinstance(loader, DataLoaderAdapter) else None
+        if indices is not None:
+            indices.start()
+        self._loaders[loader] = _Iteration(number, indices)
 
-    def note_loss(self, loss: torch.Tensor, begins: bool) -> None:
-        """Note a backward pass.
+    def loader_ended(self, loader: Any) -> None:
+        """Leave the loader as it was, also if no batch was read."""
+        iteration = self._loaders.pop(loader, None)
+        if iteration is not None and iteration.indices is not None:
+            iteration.indices.end()
+
+    def after_batch(self, loader: Any, batch: Any) -> None:
+        """Keep a batch."""
+        iteration = self._loaders.get(loader)
+        if iteration is None:
+            return
+        indices = None if iteration.indices is None else iteration.indices.next()
+        self._buffers = {}
+        # In new containers, as loops take entries out of batches.
+        tensors, put_together = flatten(batch)
+        kept = put_together(tensors)
+        rng = get_rng_state(self._run.process)
+        epoch = getattr(loader, "iteration", None)
+        self._batches[iteration.number] = _RecordedBatch(kept, rng, epoch, iteration.count, indices)
+        iteration.count += 1
+
+    def loss_weighted(self, weight: Any, factor: Any) -> None:
+        """Keep the factor of the loss to come."""
+        self._factor = factor
+
+    def record_loss(self, loss: torch.Tensor, begins: bool) -> None:
+        """Record a backward pass.
 
         Args:
             loss: Its loss.
@@ -101,14 +130,14 @@ class WindowRecorder:
         """
         if begins:
             # Without a batch since, it is another pass over the last one (two models that step in turn).
-            last = self._window[-1:] if not self._handed else []
+            last = self._window[-1:] if not self._batches else []
             self._window = [
                 replace(item, losses=[(value, factor, False) for value, factor, _ in item.losses])
                 for item in last
             ]
-        if self._handed or not self._window:
-            self._window.append(_MicroBatch(self._handed, self._buffers))
-            self._handed = {}
+        if self._batches or not self._window:
+            self._window.append(_MicroBatch(self._batches, self._buffers))
+            self._batches = {}
         self._window[-1].losses.append((loss.detach(), self._factor, True))
         self._factor = None
 
@@ -120,22 +149,9 @@ class WindowRecorder:
         }
 
     def stop(self) -> None:
-        """Take off what was attached."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _hand_on(self, number: int, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        notes = IndexRecorder(loader) if isinstance(loader, DataLoaderAdapter) else None
-        for count, batch in enumerate(batches if notes is None else notes.begin(batches)):
-            indices = None if notes is None else notes.next()
-            self._buffers = {}
-            # Containers of its own, as loops take entries out of batches.
-            tensors, put_together = flatten(batch)
-            kept = put_together(tensors)
-            rng = get_rng_state(self._run.process)
-            epoch = getattr(loader, "iteration", None)
-            self._handed[number] = _Handed(kept, rng, epoch, count, indices)
-            yield batch
+        """Remove hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _before_forward(self, number: int, model: torch.nn.Module, _: Any) -> None:
         if number in self._buffers or not torch.is_grad_enabled():
@@ -149,13 +165,25 @@ class WindowRecorder:
             copies[name] = copy
         self._buffers[number] = copies
 
-    def _weigh(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._factor = plain(*args, **kwargs)
-        return self._factor
+
+@dataclass
+class _Iteration:
+    """An iteration over a loader."""
+
+    number: int  # of the loader
+    indices: IndexRecorder | None
+    count: int = 0  # of its batches
 
 
-def called(run: Run, model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a prepared model whose buffers are final when it is called."""
+def loader_number(run: Run, loader: Any) -> int | None:
+    """The number of a prepared loader, or of the one that it is a copy of without the first batches."""
+    numbers = [number for number, item in enumerate(run.loaders) if item is loader]
+    numbers += [number for number, item in enumerate(run.loaders) if item.dataset is loader.dataset]
+    return numbers[0] if numbers else None
+
+
+def called_module(run: Run, model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside a prepared model whose buffers are final when it is called."""
     # Inside of DDP, which broadcasts buffers before it calls the model; outside of compiled code.
     return model if hasattr(model, "_orig_mod") else run.engine.unwrap_model(model)
 

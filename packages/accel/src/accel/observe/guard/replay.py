@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.observe.attach import follow, put
 from accel.observe.base import ObserverKwargs
 from accel.observe.guard.batch import BatchError, decode
 from accel.observe.guard.bundle import read_facts, read_window, shown
-from accel.observe.guard.record import called, model_buffers
-from accel.observe.observer import Observer
+from accel.observe.guard.record import called_module, loader_number, model_buffers
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import rank_of
 from accel_ckpt.training_state.rng import set_rng_state
 from accel_ops.trees.walk import find_path, flatten
 from accel_state import env
 from accel_state.logging.warning import warn
+from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -65,44 +63,32 @@ class _Replay(Observer):
         run.gradient_state.plugin_kwargs["num_steps"] = self._facts["num_steps"]
         # Sums depend on how many threads share them.
         torch.set_num_threads(window["num_threads"])
-        # What is attached stays until the end: the process ends with the replay.
-        put(run.engine, "backward", partial(self._backward, run.engine.backward))
-        put(run.window, "weigh", partial(self._weigh, run.window.weigh))
         here, there = str(run.state.mixed_precision), self._facts["mixed_precision"]
         if here != there:
             warn(f"The bundle was written with mixed_precision={there!r}, and it is {here!r} here.")
         print(f"Replaying {shown(path.parent)}, rank {rank_of(path.name)} of {self._facts['world_size']}.")
         print(self._facts["message"])
 
-    def optimizer_prepared(self, optimizer: Any) -> None:
-        """Leave its steps out: the window is computed with one set of weights."""
+    def before_step(self, optimizer: Any) -> bool:
+        """Skip it: the window is computed with one set of weights."""
+        return True
 
-        def step(_: Any, closure: Callable[[], Any] | None = None) -> None:
-            if closure is not None and self._run.gradient_state.sync_gradients:
-                closure()  # which calls backward
-
-        put(optimizer, "step", MethodType(step, optimizer))
-
-    def loader_prepared(self, loader: Any) -> None:
-        """Hand out the bundle's batches in place of its own."""
-        follow(loader, partial(self._hand_on, len(self._run.loaders) - 1))
-
-    def _hand_on(self, number: int, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            handed = self._micro_batches[self._place[0]]["handed"].get(number)
-            if handed is None:
-                yield batch
-                continue
-            if not self._is_restored:
-                self._restore()
-            try:
-                chosen = decode(handed["batch"], batch, self._run.process.device)
-            except BatchError as error:
-                raise CheckpointError(f"{self._folder} cannot be replayed: {error}.") from error
-            self._has_buffers.clear()
-            self._say_batch(number, handed, chosen)
-            set_rng_state(handed["rng"], self._run.process)
-            yield chosen
+    def after_batch(self, loader: Any, batch: Any) -> Any:
+        """Replace a batch by that of the bundle."""
+        number = loader_number(self._run, loader)
+        recorded = self._micro_batches[self._place[0]]["handed"].get(number)
+        if number is None or recorded is None:
+            return None
+        if not self._is_restored:
+            self._restore()
+        try:
+            chosen = decode(recorded["batch"], batch, self._run.process.device)
+        except BatchError as error:
+            raise CheckpointError(f"{self._folder} cannot be replayed: {error}.") from error
+        self._has_buffers.clear()
+        self._print_batch(number, recorded, chosen)
+        set_rng_state(recorded["rng"], self._run.process)
+        return chosen
 
     def _restore(self) -> None:
         """Load the state before the step, and look at what follows."""
@@ -114,17 +100,17 @@ class _Replay(Observer):
             warnings.simplefilter("ignore")  # of another number of processes, and of what only training needs
             load_state(run, str(self._folder), None, strict=False)
         for number, model in enumerate(run.models):
-            called(run, model).register_forward_pre_hook(partial(self._before_forward, number))
+            called_module(run, model).register_forward_pre_hook(partial(self._before_forward, number))
             self._look_at(model, f"models[{number}]." if len(run.models) > 1 else "")
 
     def _before_forward(self, number: int, model: torch.nn.Module, _: Any) -> None:
         recorded = self._micro_batches[self._place[0]]["buffers"].get(number, {})
         if number not in self._has_buffers:
             self._has_buffers.add(number)
-            own = model_buffers(model)
+            buffers = model_buffers(model)
             with torch.no_grad():
-                for name in own.keys() & recorded.keys():
-                    own[name].copy_(recorded[name])
+                for name in buffers.keys() & recorded.keys():
+                    buffers[name].copy_(recorded[name])
 
     def _look_at(self, model: torch.nn.Module, prefix: str) -> None:
         plain = self._run.engine.unwrap_model(model, keep_torch_compile=False)
@@ -134,12 +120,12 @@ class _Replay(Observer):
             if parameter.requires_grad and not self._run.engine.gradients.are_sharded:
                 parameter.register_post_accumulate_grad_hook(partial(self._reached, prefix + name))  # type: ignore[no-untyped-call]
         for name, module in plain.named_modules():
-            said = (
+            label = (
                 f"{prefix}{name} ({type(module).__name__})"
                 if name
                 else f"the model ({type(module).__name__})"
             )
-            module.register_forward_hook(partial(self._ran, said))
+            module.register_forward_hook(partial(self._ran, label))
 
     def _ran(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         if not _is_finite(flatten(output)[0]):
@@ -158,12 +144,12 @@ class _Replay(Observer):
                 for name, parameter in reversed([*plain.named_parameters()]):
                     self._reached(name, engine.gradient_sync.trained_parameter(parameter))
 
-    def _say_batch(self, number: int, handed: dict[str, Any], batch: Any) -> None:
+    def _print_batch(self, number: int, recorded: dict[str, Any], batch: Any) -> None:
         index = self._place[0]
-        samples = "" if handed["indices"] is None else f", samples {handed['indices']}"
+        samples = "" if recorded["indices"] is None else f", samples {recorded['indices']}"
         print(
-            f"Micro-batch {index + 1} of {len(self._micro_batches)}: batch {handed['number']} of epoch "
-            f"{handed['epoch']} of loader {number}{samples}"
+            f"Micro-batch {index + 1} of {len(self._micro_batches)}: batch {recorded['number']} of epoch "
+            f"{recorded['epoch']} of loader {number}{samples}"
         )
         found = find_path(batch, _is_broken, "batch")
         if found is not None:
@@ -174,20 +160,21 @@ class _Replay(Observer):
         expected: dict[str, Any] = self._micro_batches[micro_batch]["losses"][index]
         return expected
 
-    def _weigh(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # That of all processes, which one alone does not find.
-        factor = self._expected()["factor"] if self._is_restored else None
-        own = plain(*args, **kwargs)
-        return own if factor is None else factor
+    def loss_weighted(self, weight: Any, factor: Any) -> Any:
+        """Use the factor of all processes, which one alone does not know."""
+        return self._expected()["factor"] if self._is_restored else None
 
-    def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+    def before_backward(self, loss: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Compare a loss with the recorded one."""
+        if self._is_restored:
+            expected = self._expected()
+            if expected["compared"]:
+                self._compare(expected["loss"], loss.detach().cpu())
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """Go on to the next loss, or end the script."""
         if not self._is_restored:
-            plain(loss, **kwargs)
             return
-        expected = self._expected()
-        if expected["compared"]:
-            self._compare(expected["loss"], loss.detach().cpu())
-        plain(loss, **kwargs)
         micro_batch, index = self._place
         if index + 1 < len(self._micro_batches[micro_batch]["losses"]):
             self._place = micro_batch, index + 1

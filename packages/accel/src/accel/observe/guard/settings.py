@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel.observe.base import ObserverKwargs
-from accel.observe.observer import Observer
 from accel_state import env
+from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
     from accel.training.run import Run

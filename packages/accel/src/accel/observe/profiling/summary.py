@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from accel.observe.rank_reports import RankReports
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
@@ -19,14 +15,10 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 WAIT_S = 60.0
-"""How long the main process waits (seconds) for another one to leave its block."""
+"""How long the main process waits for the others to leave their blocks, in seconds."""
 
 Totals = Mapping[str, Sequence[float]]
 """Of each operator: calls, microseconds of the CPU, microseconds of the device, bytes."""
-
-# The default group, and how many blocks there were in it: the n-th of one process is the n-th of every other.
-# The reference is weak, so that a destroyed group is freed.
-_blocks: tuple[weakref.ref[Any], int] | None = None
 
 
 class OperatorTotals:
@@ -66,35 +58,11 @@ def print_summary(totals: OperatorTotals, rows: int, process: ProcessInfo, faile
         process: This process.
         failed: Whether its block raised: the main process then prints nothing.
     """
-    found: dict[int, Totals] = {process.rank: totals.values}
-    # Not by a collective: where a process left its block by an exception, that would pair with another one.
-    store = _store(process)
-    if not process.is_main:
-        if store is not None:
-            with contextlib.suppress(RuntimeError):  # the main process has ended
-                store.set(str(process.rank), json.dumps(totals.values))
-    elif not failed:
-        for rank in range(1, process.world_size) if store is not None else ():
-            with contextlib.suppress(RuntimeError):  # a timeout; the table says who is not in it
-                store.wait([str(rank)], timedelta(seconds=WAIT_S))
-                found[rank] = json.loads(store.get(str(rank)))
+    reports = RankReports(process, "profile")
+    reports.send("totals", totals.values)
+    if process.is_main and not failed:
+        found = reports.receive("totals", WAIT_S, partial=True) or {}
         print(table(found, rows, process.world_size))
-
-
-def _store(process: ProcessInfo) -> Any:
-    global _blocks
-    if process.world_size == 1:
-        return None
-    # Here, as only a summary of several processes needs it.
-    from accel_ops.debug.store import default_store
-
-    store = default_store()
-    if store is None:
-        return None
-    group = dist.group.WORLD
-    number = _blocks[1] + 1 if _blocks is not None and _blocks[0]() is group else 0
-    _blocks = (weakref.ref(group), number)
-    return dist.PrefixStore(f"accel/profile/{number}", store)  # type: ignore[attr-defined]
 
 
 def table(found: Mapping[int, Totals], rows: int, world_size: int) -> str:

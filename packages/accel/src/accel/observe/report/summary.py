@@ -1,4 +1,4 @@
-"""The part of the page that says where the time of a run went, and which processes were slow."""
+"""Where the time of a run went and which processes were slow: a section of the page, and lines of text."""
 
 from __future__ import annotations
 
@@ -117,3 +117,34 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def render_text(summary: Mapping[str, Any]) -> str:
+    """Return the summary as lines of text."""
+    count, ranks = summary["processes"], summary["ranks"]
+    head = (
+        f"{summary['steps']:,} steps and {summary['samples']:,} samples in {summary['seconds']:.2f} s on "
+        f"{count} process{'es' * (count > 1)}: {summary['samples_per_second']:,.1f} samples per second"
+    )
+    kinds = {"memory": "host"}
+    if any(rank["peak_memory"]["device"] for rank in ranks):
+        kinds["device memory"] = "device"
+    parts = list(ranks[0]["seconds"])
+    rows = [["process", "seconds", *parts, *kinds]]
+    for rank in ranks:
+        total = sum(rank["seconds"].values())
+        shares = [f"{100 * rank['seconds'][part] / total:.0f} %" if total else "-" for part in parts]
+        memory = [f"{rank['peak_memory'][kind] / 2**20:,.0f} MiB" for kind in kinds.values()]
+        rows.append([str(rank["rank"]), f"{total:.2f}", *shares, *memory])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows
+    ]
+    lines = [head, *table, *(f"process {rank} did not answer" for rank in summary["missing"])]
+    for slow in summary["slow"]:
+        part = "the rest of the script" if slow["part"] == "other" else slow["part"]
+        lines.append(
+            f"process {slow['rank']} is slow: {part}, up to {slow['ratio']:.1f} times the median "
+            f"(steps {slow['steps'][0]} to {slow['steps'][1]})"
+        )
+    return "\n".join(lines)

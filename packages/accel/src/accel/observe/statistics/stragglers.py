@@ -8,7 +8,7 @@ from statistics import median_low
 
 from accel.observe.statistics.clock import PARTS
 
-OWN_PARTS = tuple(part for part in PARTS if part not in ("collectives", "checkpoint"))
+RANK_PARTS = tuple(part for part in PARTS if part not in ("collectives", "checkpoint"))
 """The parts that a process works on by itself; in the others it may wait for the slow ones."""
 
 
@@ -19,8 +19,8 @@ class Straggler:
     Attributes:
         rank: The process.
         part: The part of the step that it loses most time in.
-        ratio: Its own time of a step, over the median of all processes.
-        own_s: Its own time of a step, in seconds.
+        ratio: Its time of a step without waits, over the median of all processes.
+        own_s: Its time of a step without waits, in seconds.
         usual_s: The median of these.
         part_s: Its time of a step in that part, in seconds.
         usual_part_s: The median of these.
@@ -48,7 +48,7 @@ class Straggler:
 def find_stragglers(
     seconds: Sequence[Mapping[str, float]], steps: Sequence[int], slow: float, hides_waits: bool
 ) -> list[Straggler]:
-    """Return the processes that need more than `slow` times the median of all for their own part of a step.
+    """Return the processes that need more than `slow` times the median time of a step without waits.
 
     Under DDP all processes take the same time for a step, as they wait for the slowest: what differs is the
     time outside of the waits.
@@ -57,30 +57,23 @@ def find_stragglers(
         seconds: Per process, the seconds of each part.
         steps: Per process, the number of steps that these are for.
         slow: See above.
-        hides_waits: Whether processes may wait for each other within forward and backward, as models do that
-            are shared out. These are long on the fast processes then, so that data is compared by itself too.
+        hides_waits: Whether processes may wait for each other within forward and backward, as sharded models
+            do. These are long on the fast processes then, so that data is compared by itself too.
     """
     # One process has none to be compared with, and one without steps has no time per step.
     if len(seconds) < 2 or min(steps) < 1:
         return []
-    parts = [
-        {part: times[part] / count for part in OWN_PARTS} for times, count in zip(seconds, steps, strict=True)
-    ]
-    own = [sum(times.values()) for times in parts]
-    usual_own = _usual(own)
-    usual = {part: _usual([times[part] for times in parts]) for part in OWN_PARTS}
-    found = []
-    for rank, times in enumerate(parts):
-        excess = {part: times[part] - usual[part] for part in OWN_PARTS}
-        part, lost = max(OWN_PARTS, key=excess.__getitem__), own[rank] - usual_own
+    ranks = [{part: times[part] / count for part in RANK_PARTS} for times, count in zip(seconds, steps, strict=True)]
+    totals = [sum(times.values()) for times in ranks]
+    # Of two processes the faster one is the usual one.
+    usual = {part: median_low([times[part] for times in ranks]) for part in RANK_PARTS}
+    usual_s, found = median_low(totals), []
+    for rank, times in enumerate(ranks):
+        excess = {part: times[part] - usual[part] for part in RANK_PARTS}
+        part, lost = max(RANK_PARTS, key=excess.__getitem__), totals[rank] - usual_s
         if hides_waits and excess["data"] > lost:
             part, lost = "data", excess["data"]
-        if lost > (slow - 1) * usual_own:
-            ratio = 1 + lost / usual_own if usual_own else float("inf")
-            found.append(Straggler(rank, part, ratio, usual_own + lost, usual_own, times[part], usual[part]))
+        if lost > (slow - 1) * usual_s:
+            ratio = 1 + lost / usual_s if usual_s else float("inf")
+            found.append(Straggler(rank, part, ratio, usual_s + lost, usual_s, times[part], usual[part]))
     return found
-
-
-def _usual(values: Sequence[float]) -> float:
-    # Of two processes the faster one is the usual one.
-    return median_low(values)

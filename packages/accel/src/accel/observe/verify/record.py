@@ -1,8 +1,10 @@
 """The recorder of `accel verify`: samples, losses, gradients and parameters of a run's first steps.
 
-The recorder works in a process that is there for it, and ends it after enough steps. It sees batches as
+The recorder works in a process that is there for it, and ends it after enough steps. PrepareRequest objects publish
+their batches and losses. What is not prepared has to be seen too: models, losses and loaders by classes of
+torch whose methods are replaced, the steps of any optimizer by torch's own hooks. It records batches as
 loaders yield them, or else the arguments of the model; losses on their way to backward; gradients before and
-parameters after each step of any optimizer, prepared or not.
+parameters after each step.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +23,15 @@ from torch.utils.data import DataLoader
 
 from accel.engines.common.loader import EngineLoader
 from accel.observe.base import ObserverKwargs
-from accel.observe.observer import Observer
-from accel.observe.verify.changes import (
-    enlarge_batches,
-    replace_function,
-    replace_methods,
-    switch_off,
-    wrap_scheduler,
-)
 from accel.observe.verify.fingerprint import sample_digests, sketch
+from accel.observe.verify.patches import replace_function, switch_off
 from accel.observe.verify.recorded_runs import record_file
 from accel_data.loader.iteration import PreparedLoader
 from accel_ops.modules import extract_model_from_parallel
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state import env
 from accel_state.devices import table
+from accel_state.step_events import Observer, unsubscribe
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RecordKwargs(ObserverKwargs):
-    """Asks for the recorder of `accel verify`, whose settings are in `settings.json` in the folder."""
+    """Turns on the recorder of `accel verify`, whose settings are in `settings.json` in the folder."""
 
     def start(self, run: Run) -> Observer:
         """Begin to record; the second Accelerator of a program is not recorded.
@@ -103,7 +98,7 @@ class TrainingRecorder(Observer):
         self._run = run
         self._file = record_file(folder, run.process.rank)
         self._num_steps = steps
-        self._factor = batch_factor
+        run.batch_factor = batch_factor
         self._without_dropout = without_dropout
         self._roots: list[torch.nn.Module] = []
         self._counts: dict[torch.optim.Optimizer, int] = {}
@@ -112,6 +107,8 @@ class TrainingRecorder(Observer):
         self._in_engine = False
         self._weight: tuple[float, float] | None = None  # of the loss to come, and its factor
         self._pending: dict[int, tuple[deque[Any], Any]] = {}  # batches that no pass has used, and loaders
+        self._started: dict[int, int] = {}  # by prepared loader the passes before its iteration
+        self._reading: Any = None  # the prepared loader that reads a batch
         self._passes = 0  # backward passes
         self._inputs: Any = None
         self._rng: list[torch.Tensor] | None = None  # when the batch came, or the model was called
@@ -136,32 +133,29 @@ class TrainingRecorder(Observer):
         self._write()
 
     def optimizer_prepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note its kind, which is named if it never steps."""
+        """Record its kind, which is named if it never steps."""
         self.record["optimizers"].append(type(getattr(optimizer, "optimizer", optimizer)).__name__)
         self._write()
 
     def loading(self) -> AbstractContextManager[None]:
-        """Note that the script asks for a checkpoint."""
+        """Record that the script loads a checkpoint."""
         self.record["loads"] = True
         return super().loading()
 
     def stop(self) -> None:
-        """Take everything off."""
+        """Stop recording, and undo what was replaced."""
+        unsubscribe(self._run.gradient_state, self)
         self._detach.close()
 
     def _attach(self) -> None:
-        run = self._run
         pre = register_optimizer_step_pre_hook(self._before_step)
         post = register_optimizer_step_post_hook(self._after_step)
         self._detach.callback(pre.remove)
         self._detach.callback(post.remove)
-        # Classes, as batches and models of any kind are to be seen, also those that nobody prepared.
+        # Classes, to see models, losses and batches that were not prepared.
         self._wrap(torch.nn.Module, "__call__", self._call)
         self._wrap(torch.Tensor, "backward", self._tensor_backward)
-        for kind in (DataLoader, PreparedLoader):
-            self._wrap(kind, "__iter__", self._iterate)
-        self._wrap(run.engine, "backward", self._backward)
-        self._wrap(run.window, "weigh", self._weigh)
+        self._wrap(DataLoader, "__iter__", self._iterate)
         # A warning, unless the script asks for an error: some operations have no deterministic kernel.
         strict = torch.are_deterministic_algorithms_enabled()
         lenient = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -170,23 +164,46 @@ class TrainingRecorder(Observer):
         if self._without_dropout:
             for name, keyword in (("dropout", "p"), ("scaled_dot_product_attention", "dropout_p")):
                 self._wrap(torch.nn.functional, name, switch_off(keyword))
-        if self._factor > 1:
-            self._wrap(run.engine, "prepare_scheduler", partial(wrap_scheduler, run, self._factor))
-            enlarge = partial(enlarge_batches, self._factor)
-            self._detach.callback(
-                replace_methods(
-                    run.engine,
-                    "loaders_type",
-                    loader_to_prepare=lambda loaders, original, loader: original(loaders, enlarge(loader)),
-                )
-            )
-        self._detach.callback(setattr, run, "gradients", None)  # the one that `prepare` has asked for
-        self._detach.callback(replace_methods(run.engine, "gradients_type", clip_norm=self._clip_norm))
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         self._detach.callback(replace_function(owner, name, wrapper))
 
     # Loaders
+
+    def loader_started(self, loader: Any) -> None:
+        """Keep its batches from here."""
+        self._pending[id(loader)] = deque(), loader
+        self._started[id(loader)] = self._passes
+
+    def before_batch(self, loader: Any) -> None:
+        """Ignore what is iterated and called to read a batch."""
+        self._depth += 1
+        self._reading = loader
+
+    def after_batch(self, loader: Any, batch: Any) -> None:
+        """Keep a batch."""
+        self._depth -= 1
+        self._reading = None
+        self._pending[id(loader)][0].append(batch)
+        self._rng = self._generators()
+
+    def loader_ended(self, loader: Any) -> None:
+        """Forget batches that no pass will use."""
+        is_exhausted = self._reading is loader
+        if is_exhausted:
+            self._depth -= 1
+            self._reading = None
+        read, _ = self._pending.pop(id(loader))
+        self._keep_left(loader, read, is_exhausted, self._started.pop(id(loader)))
+
+    def _keep_left(self, loader: Any, read: deque[Any], is_exhausted: bool, passes_before: int) -> None:
+        # Of a loop that was left, the last batch may be used; of one that has read ahead, all will be.
+        if is_exhausted:
+            left = read if self._passes > passes_before else []
+        else:
+            left = list(read)[-1:]
+        if left:
+            self._pending[id(loader)] = deque(left), loader
 
     def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
         if self._depth:  # a prepared loader reads its own
@@ -211,10 +228,7 @@ class TrainingRecorder(Observer):
                 yield batch
         finally:
             self._pending.pop(id(batches), None)
-            # Of a loop that was left, the last batch may be used; of one that has read ahead, all will be.
-            left = read if ended and self._passes > passes else list(read)[-1:] * (not ended)
-            if left:
-                self._pending[id(loader)] = deque(left), loader
+            self._keep_left(loader, read, ended, passes)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -235,7 +249,7 @@ class TrainingRecorder(Observer):
             for read, _ in self._pending.values():
                 read.clear()  # batches of an evaluation
         if is_training and has_parameters:
-            self._note_root(module)
+            self._record_root(module)
             if self._inputs is None:
                 self._inputs = [item for item in (*args, kwargs) if not _has_graph(item)]
             if self._rng is None:
@@ -250,7 +264,7 @@ class TrainingRecorder(Observer):
             states.append(torch.as_tensor(table.device_spec(self._run.process.device).get_rng_state()))
         return states
 
-    def _note_root(self, module: torch.nn.Module) -> None:
+    def _record_root(self, module: torch.nn.Module) -> None:
         inner = extract_model_from_parallel(module, keep_torch_compile=False)
         if any(inner is known for known in self._roots):
             return
@@ -283,28 +297,27 @@ class TrainingRecorder(Observer):
 
     # Losses
 
-    def _weigh(self, original: Callable[..., Any], weight: Any, gradients: Any) -> Any:
-        factor = original(weight, gradients)
+    def loss_weighted(self, weight: Any, factor: Any) -> None:
+        """Keep the weight of the loss to come."""
         self._weight = float(weight), float(factor)
-        return factor
 
-    def _backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
-        gradient = kwargs.get("gradient")
-        self._note_loss(loss, 1.0 if gradient is None else float(gradient))
+    def before_backward(self, loss: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Record a loss."""
+        self._record_loss(loss, 1.0 if gradient is None else float(gradient))
         self._in_engine = True
-        try:
-            original(loss, **kwargs)
-        finally:
-            self._in_engine = False
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """Record losses of other passes again."""
+        self._in_engine = False
 
     def _tensor_backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
         if not self._in_engine:
-            self._note_loss(loss, 1.0)
+            self._record_loss(loss, 1.0)
         original(loss, *args, **kwargs)
 
-    def _note_loss(self, loss: torch.Tensor, share: float) -> None:
+    def _record_loss(self, loss: torch.Tensor, share: float) -> None:
         weight, self._weight = self._weight, None
         if loss.numel() == 1:
             value = float(loss.detach()) * share
@@ -329,11 +342,10 @@ class TrainingRecorder(Observer):
 
     # Steps
 
-    def _clip_norm(self, part: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        norm = original(part, *args, **kwargs)
+    def gradients_clipped(self, norm: torch.Tensor | None) -> None:
+        """Record the norm of the gradients before clipping."""
         if self._step.norm is None and norm is not None:
             self._step.norm = float(norm)
-        return norm
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):  # the one inside of it is recorded
@@ -354,7 +366,7 @@ class TrainingRecorder(Observer):
         self._step.optimizer = list(self._counts).index(optimizer)
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         states = self._run.engine.states
-        # DeepSpeed and Megatron step flat tensors of their own, of which each process has a part.
+        # DeepSpeed and Megatron step flat tensors of which each process has a shard.
         steps_own = any(states.has_native_checkpoint(item) for item in self._run.optimizers)
         chosen = [item for item in held if id(item) in names or not steps_own]
         self._step.gradients = self._sketches(

@@ -1,0 +1,72 @@
+"""How long this process waits in backward for the gradients of others, by the timers of
+DistributedDataParallel.
+
+`_get_ddp_logging_data` and `_set_ddp_runtime_logging_sample_rate` are private methods of that class, the same
+from torch 2.10 to 2.13: no documented call tells a process's own backward from its wait. DDP takes the times
+by itself, in its first ten passes and in every hundredth; here it takes them more often.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_DEFAULT_RATE = 100  # torch's
+
+
+class GradientWaits:
+    """Samples the waits of prepared models.
+
+    Args:
+        rate: Backward passes between two samples.
+
+    Attributes:
+        is_active: Whether a model is sampled.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self.is_active = False
+        self._rate = rate
+        self._models: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()  # its last sample
+        self._passes = 0  # since `take`
+        self._waits: list[float] = []  # sampled since `take`, in seconds
+        self._mean = 0.0
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Sample a prepared model, if it waits for gradients."""
+        inner = getattr(model, "_orig_mod", model)  # of a compiled one
+        if isinstance(inner, DistributedDataParallel):
+            inner._set_ddp_runtime_logging_sample_rate(self._rate)
+            self._models[inner] = -1
+            self.is_active = True
+
+    def count_pass(self) -> None:
+        """Count a backward pass that waits."""
+        self._passes += 1
+        if self._passes % self._rate == 0:
+            self._sample()
+
+    def take(self) -> float:
+        """Return the seconds of waits since the last call: the mean of the samples, for all passes."""
+        self._sample()
+        if self._waits:
+            self._mean = sum(self._waits) / len(self._waits)
+        waited_s = self._mean * self._passes
+        self._waits, self._passes = [], 0
+        return waited_s
+
+    def stop(self) -> None:
+        """Let DDP sample as it does by itself."""
+        for model in self._models:
+            model._set_ddp_runtime_logging_sample_rate(_DEFAULT_RATE)
+
+    def _sample(self) -> None:
+        for model, last in list(self._models.items()):
+            times = model._get_ddp_logging_data()  # of the pass that was sampled last, in nanoseconds
+            # There is none at first, and on devices that are neither CPUs nor GPUs.
+            if times.get("iteration", last) != last and "backward_comm_time" in times:
+                self._models[model] = times["iteration"]
+                waited_ns = times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]
+                self._waits.append(max(0, waited_ns) / 1e9)

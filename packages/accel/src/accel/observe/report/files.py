@@ -1,0 +1,106 @@
+"""Writing the files of statistics that the report reads: `statistics.jsonl` and `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_state.logging.warning import warn
+
+
+class RunFiles:
+    """Writes the statistics of a run; a file that cannot be written does not stop training.
+
+    Args:
+        folder: Where files go; None for none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def add_gather(
+        self,
+        ranks: Sequence[Mapping[str, Any]],
+        last_step: int,
+        share: float,
+        without_waits: Collection[str],
+        slow: Sequence[dict[str, Any]],
+    ) -> None:
+        """Add a line to `statistics.jsonl`; none if nothing that is timed has run.
+
+        Args:
+            ranks: By rank the steps, samples and seconds of each part since the last gather.
+            last_step: The step of the gather.
+            share: The part of the samples of all ranks that are different ones.
+            without_waits: The parts that a rank works on by itself.
+            slow: The slow processes, with "rank", "part" and "ratio".
+        """
+        longest, steps = max(sum(rank["seconds"].values()) for rank in ranks), ranks[0]["steps"]
+        if not longest:
+            return
+        own = sorted(1e3 * sum(rank["seconds"][part] for part in without_waits) / steps for rank in ranks)
+        numbers = {
+            "samples_per_second": share * sum(rank["samples"] for rank in ranks) / longest,
+            "step_ms": 1e3 * longest / steps,
+            "own_ms/fastest": own[0],
+            "own_ms/median": own[len(own) // 2],
+            "own_ms/slowest": own[-1],
+        }
+        values = {f"statistics/{name}": round(value, 4) for name, value in numbers.items()}
+        line = {"time": round(time.time(), 3), "step": last_step, "values": values, "slow": slow}
+        self._write("statistics.jsonl", json.dumps(line) + "\n", mode="a")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
+        self._write("summary.json", json.dumps(summary, indent=1) + "\n", mode="w")
+
+    def _write(self, name: str, text: str, mode: str) -> None:
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / name).open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            warn(
+                f"Statistics cannot write {self.folder / name}: {type(error).__name__}: {error}. Training "
+                "goes on; no file of statistics is written from here on.",
+                about="process",
+            )
+            self.folder = None
+
+
+def make_summary(
+    ranks: Sequence[Mapping[str, Any]], processes: int, share: float, started: float, every: int
+) -> dict[str, Any]:
+    """Return the summary of a run, as `summary.json` has it.
+
+    Args:
+        ranks: The reports of the ranks: "rank", "device", "host", "steps", "samples", "seconds" by part and
+            "peak_memory".
+        processes: Number of processes of the run.
+        share: The part of the samples of all ranks that are different ones.
+        started: When the run began, in seconds since the epoch.
+        every: Steps between two gathers.
+    """
+    longest = max(sum(rank["seconds"].values()) for rank in ranks)
+    # Ranks of one tensor-parallel group read the same samples.
+    samples = round(share * sum(rank["samples"] for rank in ranks))
+    rounded = [{name: round(value, 6) for name, value in rank["seconds"].items()} for rank in ranks]
+    return {
+        "version": 1,
+        "started": round(started, 3),
+        "ended": round(time.time(), 3),
+        "processes": processes,
+        "steps": max(rank["steps"] for rank in ranks),
+        "samples": samples,
+        "seconds": round(longest, 6),
+        "samples_per_second": round(samples / longest, 3) if longest else 0.0,
+        "every": every,
+        "ranks": [{**rank, "seconds": seconds} for rank, seconds in zip(ranks, rounded, strict=True)],
+        "missing": sorted(set(range(processes)) - {rank["rank"] for rank in ranks}),
+        "slow": [],
+    }

@@ -1,0 +1,45 @@
+"""What the recorder of `accel verify` replaces by name, in a process of its own and until its end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def replace_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Call `wrapper(original, *args, **kwargs)` in place of a function; returns a function that undoes it.
+
+    Args:
+        owner: A module or class.
+        name: The function's name there.
+        wrapper: What is called in its place.
+    """
+    original = getattr(owner, name)
+    is_defined_here = name in vars(owner)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+    if is_defined_here:
+        return functools.partial(setattr, owner, name, original)
+    return functools.partial(delattr, owner, name)
+
+
+def switch_off(keyword: str) -> Callable[..., Any]:
+    """A wrapper that calls a function of torch without its dropout.
+
+    Args:
+        keyword: The function's argument for the probability.
+    """
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if keyword == "p":
+            # Its second positional argument.
+            args, kwargs = args[:1] + (0.0,) * (len(args) > 1) + args[2:], {**kwargs}
+            return original(*args, **({**kwargs, "p": 0.0} if len(args) < 2 else kwargs))
+        return original(*args, **({**kwargs, keyword: 0.0} if keyword in kwargs else kwargs))
+
+    return call
