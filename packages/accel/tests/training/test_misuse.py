@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import copy
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -97,9 +97,10 @@ def plain_and_unprepared_model(accelerator: Accelerator) -> None:
 
 
 def plain_and_a_loader_alone_is_prepared(accelerator: Accelerator) -> None:
-    model = Net()
-    accelerator.prepare(DataLoader(batch()))
-    train_plainly(model, sgd(model))
+    model, loader = Net(), accelerator.prepare(DataLoader(torch.zeros(2 * STEPS, 3)))
+    optimizer = sgd(model)
+    for _ in loader:  # which alone publishes anything
+        train_plainly(model, optimizer, steps=1)
 
 
 WRONG: dict[str, Callable[[Accelerator], None]] = {
@@ -239,7 +240,7 @@ def plain_with_an_optimizer_alone(accelerator: Accelerator) -> None:
     train_plainly(model, sgd(model))
 
 
-# Prepared optimizers average the gradients of what is in no prepared model.
+# PrepareRequest optimizers average the gradients of what is in no prepared model.
 
 
 def the_head_alone_is_not_prepared(accelerator: Accelerator) -> None:
@@ -590,108 +591,87 @@ class Holder:
 # The cost
 
 
-def is_hooked() -> bool:
-    """Whether torch calls the checks at every step."""
-    return misuse._before_step in _global_optimizer_pre_hooks.values()
+def is_observed(accelerator: Accelerator) -> bool:
+    return accelerator.gradient_state.events is not None
 
 
-def checked_runs() -> list[Any]:
-    return [run for held in misuse._checked_runs if (run := held()) is not None]
+def hooks_of(optimizer: torch.optim.Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks)
 
 
 @pytest.fixture
-def no_other_run():
-    """No run of another test, which trained little, is checked any more."""
-    for run in [*checked_runs(), None]:
-        misuse._stop(run)
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """The classes whose instances are searched for."""
+    found: list[type] = []
+    search = misuse._instances
+    monkeypatch.setattr(misuse, "_instances", lambda base: (found.append(base), search(base))[1])
+    return found
 
 
-@pytest.mark.usefixtures("no_other_run")
-def test_nothing_is_left_of_it_after_the_first_steps():
+def test_nothing_is_left_of_it_after_the_first_steps(searches):
     accelerator, model = Accelerator(), Net()
+    assert is_observed(accelerator)
     model, optimizer = accelerator.prepare(model, sgd(model))
     train(accelerator, model, optimizer, steps=1)
-    assert is_hooked()
-    train(accelerator, model, optimizer, steps=1)
-    assert not is_hooked()
-    assert accelerator.run.is_usual
+    assert not is_observed(accelerator)
 
     other = accelerator.prepare(Net())  # which never steps
     train(accelerator, model, optimizer, steps=99)
-    assert is_hooked()
+    assert is_observed(accelerator)
     train(accelerator, model, optimizer, steps=2)
-    assert not is_hooked()
-    assert accelerator.run.is_usual
+    assert not is_observed(accelerator)
     assert other is not None
+    assert searches == []  # a correct loop is never searched
 
 
-@pytest.mark.usefixtures("no_other_run")
-@pytest.mark.parametrize("steps", [1, 100])
-def test_little_is_left_of_it_after_the_first_steps_of_a_plain_loop(steps, tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", [1, 101])
+def test_nothing_is_left_of_it_after_the_first_steps_of_a_plain_loop(steps, searches):
     accelerator, model = Accelerator(), Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    other = accelerator.prepare(Net()) if steps == 100 else None  # which never steps
+    other = accelerator.prepare(Net()) if steps > 100 else None  # which never steps
     train_plainly(model, optimizer, steps=steps)
-    monkeypatch.delattr("accel.training.misuse._parameters")  # what is needed to judge a step
-    train_plainly(model, optimizer, steps=1)
-    monkeypatch.undo()
-    accelerator.save_state(str(tmp_path / "state"))
-    assert not is_hooked()
+    assert not is_observed(accelerator)
+    assert searches == []
     del other
 
 
-@pytest.mark.usefixtures("no_other_run")
-def test_runs_share_one_hook():
-    first, second = Accelerator(), Accelerator()
-    models = Net(), Net()
-    hooks = len(_global_optimizer_pre_hooks) - is_hooked()
-    prepared = [each.prepare(model, sgd(model)) for each, model in zip((first, second), models, strict=True)]
-    assert len(_global_optimizer_pre_hooks) == hooks + 1
-    train(first, *prepared[0], steps=2)
-    assert is_hooked()
-    train(second, *prepared[1], steps=2)
-    assert not is_hooked()
-
-
-@pytest.mark.usefixtures("no_other_run")
-def test_an_accelerator_that_is_gone_is_not_called(monkeypatch):
-    accelerator, model = Accelerator(), Net()
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    train(accelerator, model, optimizer, steps=1)
-    del accelerator
-    assert not checked_runs()
-    monkeypatch.delattr("accel.training.misuse.Watch.before_step")
-    optimizer.step()
-    for _ in range(3):  # which never step
-        later = Accelerator().prepare(Net())
-        del later
-    assert len(misuse._checked_runs) <= 1
-
-    other, model = Accelerator(), Net()  # and removes the hook when it is checked
-    monkeypatch.undo()
-    train(other, *other.prepare(model, sgd(model)), steps=2)
-    assert not is_hooked()
-
-
-@pytest.mark.usefixtures("no_other_run")
-def test_an_accelerator_that_is_collected_within_a_step_does_no_harm():
+def test_an_evaluation_is_not_observed_for_long():
     accelerator = Accelerator()
-    model = torch.nn.Linear(2, 1)
-    held = [accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))]
-    del accelerator, model
+    model, loader = accelerator.prepare(Net(), DataLoader(torch.randn(103, 3)))
+    for number, data in enumerate(loader):
+        model(data)
+        events = accelerator.gradient_state.events
+        assert bool(events.after_batch) == (number < 100)
 
-    def collect(*_: object) -> None:
-        held.clear()
-        gc.collect()  # as it may run at any time
 
-    other = torch.nn.Parameter(torch.ones(1))
-    handle = register_optimizer_step_pre_hook(collect)
-    try:
-        torch.optim.SGD([other], lr=0.1).step()
-    finally:
-        handle.remove()
-    assert not held
-    assert not checked_runs()
+def test_an_unprepared_optimizer_has_a_hook_in_the_first_steps_alone(searches):
+    accelerator = Accelerator()
+    model = accelerator.prepare(Net())
+    optimizer = sgd(model)
+    train(accelerator, model, optimizer, steps=2)
+    assert hooks_of(optimizer) == 1
+    train(accelerator, model, optimizer, steps=2)
+    assert hooks_of(optimizer) == 0
+    assert not is_observed(accelerator)
+    assert searches == [torch.optim.Optimizer]
+
+
+def test_an_accelerator_that_is_gone_is_not_checked():
     accelerator, model = Accelerator(), Net()
-    train(accelerator, *accelerator.prepare(model, sgd(model)), steps=2)  # removes what is left behind
-    assert not is_hooked()
+    state = accelerator.gradient_state
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    left = weakref.ref(accelerator.run)
+    del accelerator
+    assert left() is None
+    optimizer.step()
+    assert state.events is None or not state.events.observers
+
+
+def test_a_copy_of_an_accelerator_is_checked_again():
+    accelerator = Accelerator()
+    model = accelerator.prepare(Net())
+    other = copy.deepcopy(accelerator)
+    assert not other.gradient_state.events.observers
+    other.prepare(Net())
+    assert other.gradient_state.events.observers[0] is other.run.misuse
+    assert model is not None

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
-from accel.training import misuse
 from accel_optim.handlers import GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -211,8 +210,7 @@ ACCUMULATING = {
 }
 
 
-def test_a_step_on_one_process_makes_few_calls_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misuse, "_checked_runs", [])  # without those that other tests have left
+def test_a_step_on_one_process_makes_few_calls_of_its_own() -> None:
     accelerator = Accelerator()
     model, optimizer, scheduler, _ = parts()
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -247,9 +245,8 @@ def test_a_step_on_one_process_makes_few_calls_of_its_own(monkeypatch: pytest.Mo
         assert calls == expected
 
 
-def test_a_step_makes_fewer_calls_than_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_makes_fewer_calls_than_the_plain_one() -> None:
     """Clipping leaves out more of torch's calls than accel makes, without a scheduler as in the bench."""
-    monkeypatch.setattr(misuse, "_checked_runs", [])
     plain_model, plain_optimizer, _, _ = parts()
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*parts()[:2])

@@ -31,6 +31,7 @@ from accel_state.step_events import Observer, subscribe, unsubscribe
 
 if TYPE_CHECKING:
     from accel.training.run import Run
+    from accel_state.gradient import GradientState
 
 _MOST = 100  # steps, backward passes or batches: past warmup, and small beside any run
 _SEARCHES = (2, 8, 32)  # the passes or batches at which a run that prepares nothing to train is searched
@@ -41,16 +42,18 @@ class MisuseChecker(Observer):
 
     def __init__(self) -> None:
         self._run: ref[Run] | None = None  # which has this checker
+        self._state: GradientState | None = None  # that of the run, which publishes its events
         self._batches = _FirstBatches(self)
         self._passes = 0
         self._steps = 0
-        self._passes_outside = 0  # of accumulate(), since the last step
+        self._passes_outside: int | None = 0  # of accumulate(), since the last step; None if that is not known
         self._stepped: set[int] = set()
         self._compared: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_over = False
         self._is_data_checked = False
         self._is_save_checked = False
         self._unprepared: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._warned: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._looks = 0  # for changes that no prepared optimizer made
         self._searches = 0
         self._versions: dict[int, int] = {}
@@ -62,7 +65,7 @@ class MisuseChecker(Observer):
     def start(self, run: Run) -> None:
         """Check the first steps: the run begins, or a loader or scheduler was prepared."""
         if not (self._passes or self._steps):
-            self._run = ref(run)
+            self._run, self._state = ref(run), run.gradient_state
             subscribe(run.gradient_state, self)
             if not self._batches.count:
                 subscribe(run.gradient_state, self._batches)
@@ -80,8 +83,9 @@ class MisuseChecker(Observer):
         self._passes += 1
         run = self._checked_run()
         if run is not None:
-            # Weights make a window of any loop.
-            self._passes_outside += run.window.has_means and not run.window.in_micro_batch
+            if self._passes_outside is not None:
+                # Weights make a window of any loop.
+                self._passes_outside += run.window.has_means and not run.window.in_micro_batch
             self.look_for_steps()
 
     def before_step(self, optimizer: Any) -> None:
@@ -97,6 +101,7 @@ class MisuseChecker(Observer):
         stepped = {id(item): item for item in _parameters(optimizer)}
         prepared = {id(item) for each in run.optimizers for item in _parameters(each)}
         of_models = {id(item): item for item in _prepared_parameters(run)}
+        has_seen_window = self._passes_outside is not None
         if stepped.keys() <= prepared:
             self._check_window(run)
             self._check_model(run, optimizer, stepped, of_models)
@@ -109,21 +114,21 @@ class MisuseChecker(Observer):
         self._check_data(run)
         self._stepped |= stepped.keys()
         trained = {key for key, item in of_models.items() if item.requires_grad}
-        self._is_over = prepared <= self._stepped and trained <= self._stepped
+        self._is_over = has_seen_window and prepared <= self._stepped and trained <= self._stepped
         self._checked_run()
 
     def _checked_run(self) -> Run | None:
         """The run, as long as its steps are checked."""
         run = None if self._run is None else self._run()
         if run is None or self._is_over or max(self._passes, self._steps) > _MOST:
-            self._end(run)
+            self._end()
             return None
         return run
 
-    def _end(self, run: Run | None) -> None:
-        if run is not None:
-            unsubscribe(run.gradient_state, self)
-            unsubscribe(run.gradient_state, self._batches)
+    def _end(self) -> None:
+        if self._state is not None:
+            unsubscribe(self._state, self)
+            unsubscribe(self._state, self._batches)
         while self._hooked:
             self._hooked.popitem()[1].remove()
 
@@ -137,6 +142,7 @@ class MisuseChecker(Observer):
             self._searches += 1
             for optimizer in _unprepared_optimizers(run):
                 if id(optimizer) not in self._hooked:
+                    self._passes_outside = None
                     self._hooked[id(optimizer)] = optimizer.register_step_pre_hook(self._before_unprepared)
 
     def _before_unprepared(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -151,6 +157,8 @@ class MisuseChecker(Observer):
         if self._searches > len(_SEARCHES):
             return False
         trained, not_stepped = _not_stepped(run)
+        followed = {id(item) for optimizer in self._unprepared for item in _parameters(optimizer)}
+        not_stepped = [item for item in not_stepped if id(item) not in followed]
         if not not_stepped:
             # With neither a model nor an optimizer prepared there is no tensor to look at.
             return not trained and not run.optimizers and self._looks in _SEARCHES
@@ -194,7 +202,7 @@ class MisuseChecker(Observer):
     def _check_window(self, run: Run) -> None:
         state, outside = run.gradient_state, self._passes_outside
         self._passes_outside = 0
-        if 0 < outside < state.num_steps and state.sync_gradients and not state.end_of_dataloader:
+        if outside and outside < state.num_steps and state.sync_gradients and not state.end_of_dataloader:
             steps = state.num_steps
             warn(
                 f"gradient_accumulation_steps={steps}, and an optimizer steps after {outside} backward "
@@ -262,12 +270,13 @@ class MisuseChecker(Observer):
     def _check_optimizer(
         self, run: Run, optimizer: torch.optim.Optimizer, stepped: dict[int, torch.Tensor]
     ) -> None:
-        if optimizer in self._unprepared:
-            return
         # Also if its steps are right: it is missing in checkpoints.
         self._unprepared.add(optimizer)
+        if optimizer in self._warned:
+            return
         wrong = list(_wrong_steps(run, optimizer, stepped))
         if wrong:
+            self._warned.add(optimizer)
             warn(
                 f"{type(optimizer).__name__} is not prepared, and {', and '.join(wrong)}. Pass it to "
                 "accelerator.prepare(), and use the optimizer that comes back."

@@ -63,7 +63,8 @@ def find_stragglers(
     # One process has none to be compared with, and one without steps has no time per step.
     if len(seconds) < 2 or min(steps) < 1:
         return []
-    ranks = [{part: times[part] / count for part in RANK_PARTS} for times, count in zip(seconds, steps, strict=True)]
+    pairs = zip(seconds, steps, strict=True)
+    ranks = [{part: times[part] / count for part in RANK_PARTS} for times, count in pairs]
     totals = [sum(times.values()) for times in ranks]
     # Of two processes the faster one is the usual one.
     usual = {part: median_low([times[part] for times in ranks]) for part in RANK_PARTS}
