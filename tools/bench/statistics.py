@@ -49,6 +49,7 @@ def _row(size: int, rounds: int) -> Row:
 def measure_statistics(rank: int, size: int, rounds: int) -> Samples:
     """Time the same steps with and without; runs in each worker."""
     from accel.observe.statistics import StatisticsKwargs
+    from accel_state.step_events import subscribe
 
     loop = prepare_loop(STEPS)
 
@@ -58,8 +59,7 @@ def measure_statistics(rank: int, size: int, rounds: int) -> Samples:
         def measure() -> float:
             observer = settings.start(loop.accelerator.run)
             observer.model_prepared(loop.model)
-            observer.optimizer_prepared(loop.optimizer)
-            observer.loader_prepared(loop.loader)
+            subscribe(loop.accelerator.gradient_state, observer)
             try:
                 # Notes are added up at the next gather, wherever that is: each turn pays for its notes.
                 return loop.measure(at_end=observer.clock.read)

@@ -1,6 +1,9 @@
-"""Observers: what they are notified of, and that none is asked in a step."""
+"""Observers: what they are notified of, in which order, and that a step without any does nothing for them."""
 
 import contextlib
+import copy
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -80,3 +83,145 @@ def test_where_one_cannot_start_the_others_are_stopped():
 def test_two_observers_of_one_kind_are_an_error():
     with pytest.raises(ValueError, match="two NotesKwargs; pass one"):
         Accelerator(cpu=True, kwargs_handlers=[NotesKwargs(), NotesKwargs()])
+
+
+class Events(Observer):
+    """Records the events of steps."""
+
+    def __init__(self):
+        self.seen = []
+
+    def loader_started(self, loader):
+        self.seen.append("loader_started")
+
+    def before_batch(self, loader):
+        self.seen.append("before_batch")
+
+    def after_batch(self, loader, batch):
+        self.seen.append("after_batch")
+        return batch + 1
+
+    def loader_ended(self, loader):
+        self.seen.append("loader_ended")
+
+    def loss_weighted(self, weight, factor):
+        self.seen.append(f"loss_weighted {weight:.0f}")
+        return 3.0
+
+    def before_backward(self, loss, gradient):
+        self.seen.append(f"before_backward {loss.item():.0f} {gradient}")
+
+    def after_backward(self, loss):
+        self.seen.append("after_backward")
+
+    def gradients_ready(self):
+        self.seen.append("gradients_ready")
+
+    def gradients_clipped(self, norm):
+        self.seen.append(f"gradients_clipped {norm.item():.0f}")
+
+    def before_step(self, optimizer):
+        self.seen.append("before_step")
+
+    def after_step(self, optimizer):
+        self.seen.append(f"after_step {optimizer.step_was_skipped}")
+
+
+class Skips(Observer):
+    def before_step(self, optimizer):
+        return True
+
+
+def one_step(accelerator, loader, optimizer, parameter, clip=False, **options):
+    for batch in loader:
+        with accelerator.accumulate():
+            accelerator.backward((parameter * batch).sum(), **options)
+            if clip:
+                accelerator.clip_grad_norm_([parameter], 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def parts(*observers, lr=0.0, **options):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=list(observers), **options)
+    weight = torch.nn.Parameter(torch.ones(()))
+    loader, optimizer = DataLoader([1.0, 1.0]), torch.optim.SGD([weight], lr)
+    return accelerator, *accelerator.prepare(loader, optimizer), weight
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_events_of_a_window_come_in_order(clip):
+    events = Events()
+    one_step(*parts(events, gradient_accumulation_steps=2), clip=clip)
+    assert events.seen == [
+        *("loader_started", "before_batch", "after_batch", "before_backward 2 0.5", "after_backward"),
+        *("before_batch", "after_batch", "before_backward 2 0.5", "after_backward", "gradients_ready"),
+        *(["gradients_clipped 2"] if clip else []),
+        *("before_step", "after_step False", "before_batch", "loader_ended"),
+    ]
+
+
+def test_a_factor_may_be_replaced():
+    events = Events()
+    one_step(*parts(events), weight=5)
+    assert events.seen[3:6] == ["loss_weighted 5", "before_backward 6 None", "after_backward"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_step_that_any_observer_skips_is_skipped_and_all_observers_see_it(order):
+    events = Events()
+    accelerator, loader, optimizer, weight = parts(*[events, Skips()][::order], lr=1.0)
+    one_step(accelerator, loader, optimizer, weight)
+    assert events.seen.count("before_step") == events.seen.count("after_step True") == 2
+    assert weight.item() == 1
+    assert optimizer.step_was_skipped
+
+
+def test_a_closure_is_called_once_before_the_step_may_be_skipped():
+    events, calls = Events(), []
+    accelerator, _, optimizer, weight = parts(events, Skips(), lr=1.0)
+
+    def closure():
+        calls.append(len(events.seen))
+        accelerator.backward(weight * 1)
+
+    optimizer.step(closure)
+    assert calls == [0]
+    assert events.seen[-3:] == ["gradients_ready", "before_step", "after_step True"]
+    assert weight.item() == 1
+
+
+def test_an_observer_of_no_step_adds_nothing_to_steps():
+    accelerator, *rest = parts(NotesKwargs())
+    one_step(accelerator, *rest)
+    assert accelerator.gradient_state.events is None
+
+
+def test_a_copy_has_no_observers_of_its_steps():
+    accelerator, *_ = parts(Events())
+    assert accelerator.gradient_state.events.observers
+    assert not copy.deepcopy(accelerator.gradient_state).events.observers
+
+
+def test_a_step_without_observers_makes_no_call_for_them():
+    calls = []
+    for observers in ((), (Events(),)):
+        accelerator, loader, optimizer, weight = parts(*observers)
+        one_step(accelerator, loader, optimizer, weight)  # checked for misuse
+        counts = Counter()
+
+        def profile(frame, event, argument, counts=counts):
+            path = frame.f_code.co_filename.replace("\\", "/")
+            ours = path.endswith(("step_events.py", "misuse.py")) or "accel/observe" in path
+            if event == "call" and ours:
+                counts[frame.f_code.co_name] += 1
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            one_step(accelerator, loader, optimizer, weight, clip=True)
+        finally:
+            sys.setprofile(before)
+        calls.append(counts)
+    assert calls[0] == {}
+    assert calls[1]["begin_step"] == 2

@@ -46,7 +46,9 @@ class MisuseChecker(Observer):
         self._batches = _FirstBatches(self)
         self._passes = 0
         self._steps = 0
-        self._passes_outside: int | None = 0  # of accumulate(), since the last step; None if that is not known
+        self._passes_outside: int | None = (
+            0  # of accumulate(), since the last step; None if that is not known
+        )
         self._stepped: set[int] = set()
         self._compared: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_over = False

@@ -1,18 +1,21 @@
 """The clock gives each moment to one part."""
 
-import sys
 import threading
 import time
 
-from accel.observe.statistics.clock import MANY_NOTES, OWN_GRADIENTS_READY, Clock
+from accel.observe.statistics.clock import Clock
 
 
 def noted(*notes):
-    """A clock with these notes, which are parts and times in turn."""
+    """A clock with these notes, which are parts (those with a minus end) and times in turn."""
     clock = Clock()
     for what, seconds in zip(notes[::2], notes[1::2], strict=True):
-        clock.note((what, seconds, threading.get_ident()))
+        clock.note((what.strip("-"), not what.startswith("-"), seconds, threading.get_ident()))
     return clock
+
+
+def take(clock, part, begins):
+    clock.note((part, begins, clock.now(), threading.get_ident()))
 
 
 def seconds_of(clock):
@@ -23,13 +26,15 @@ def seconds_of(clock):
 def test_what_is_nested_is_counted_once():
     clock = Clock()
     before = time.perf_counter()
-    with clock.timed("forward"):
-        inside = time.perf_counter()
-        time.sleep(0.01)
-        with clock.timed("collectives"):
-            time.sleep(0.02)
-        assert clock.current == "forward"
-        time.sleep(0.01)
+    take(clock, "forward", True)
+    inside = time.perf_counter()
+    time.sleep(0.01)
+    take(clock, "collectives", True)
+    time.sleep(0.02)
+    take(clock, "collectives", False)
+    assert clock.current == "forward"
+    time.sleep(0.01)
+    take(clock, "forward", False)
     assert clock.current == "other"
     least = time.perf_counter() - inside
     seconds = clock.read()
@@ -40,114 +45,71 @@ def test_what_is_nested_is_counted_once():
 
 
 def test_parts_add_up_to_the_whole():
-    clock = noted("data", 10, None, 11, "forward", 13, "collectives", 16, None, 20, None, 25)
-    assert seconds_of(clock) == {"data": 1, "forward": 8, "collectives": 4, "other": 77}
+    notes = "data", 10, "-data", 11, "forward", 13, "collectives", 16, "-collectives", 20, "-forward", 25
+    assert seconds_of(noted(*notes)) == {"data": 1, "forward": 8, "collectives": 4, "other": 77}
+
+
+def test_a_model_may_call_another_one():
+    clock = noted("forward", 10, "forward", 11, "-forward", 12)
+    assert clock.current == "forward"
+    clock.note(("forward", False, 20, threading.get_ident()))
+    assert clock.current == "other"
+    assert seconds_of(clock) == {"forward": 10, "other": 80}
 
 
 def test_a_checkpoint_has_all_of_its_time():
-    clock = noted("data", 10, None, 11, "checkpoint", 12, "collectives", 13, "checkpoint", 14, None, 15)
+    clock = noted("data", 10, "-data", 11, "checkpoint", 12, "data", 13, "checkpoint", 14, "-checkpoint", 15)
+    clock.note(("data", False, 16, threading.get_ident()))
     assert clock.current == "checkpoint"
-    clock.note((None, 16, threading.get_ident()))
-    clock.note((None, 20, threading.get_ident()))
+    clock.note(("checkpoint", False, 20, threading.get_ident()))
     assert seconds_of(clock) == {"data": 1, "checkpoint": 8, "other": 81}
-
-
-def test_the_wait_begins_once_the_own_gradients_are_ready():
-    clock = noted("backward", 10, OWN_GRADIENTS_READY, 13, None, 20)
-    assert seconds_of(clock) == {"backward": 3, "collectives": 7, "other": 80}
-    # a callback of a pass that nobody times
-    assert seconds_of(noted("data", 10, OWN_GRADIENTS_READY, 13, None, 20)) == {"data": 10, "other": 80}
 
 
 def test_it_starts_with_the_first_batch_or_pass():
     # the batch that is read while a checkpoint is loaded is none
-    before = "collectives", 1, None, 2, "checkpoint", 3, "data", 4, None, 5, None, 6
+    before = "checkpoint", 3, "data", 4, "-data", 5, "-checkpoint", 6
     assert seconds_of(noted(*before)) == {}
-    assert seconds_of(noted(*before, "data", 90, None, 91)) == {"data": 1, "other": 9}
+    assert seconds_of(noted(*before, "data", 90, "-data", 91)) == {"data": 1, "other": 9}
 
 
 def test_what_began_before_ends_nothing():
-    assert seconds_of(noted(None, 1, "data", 90, None, 91)) == {"data": 1, "other": 9}
+    assert seconds_of(noted("-forward", 1, "data", 90, "-data", 91)) == {"data": 1, "other": 9}
+
+
+def test_what_an_error_left_open_ends_when_it_begins_again():
+    clock = noted("backward", 10, "forward", 20, "-forward", 21, "backward", 30, "-backward", 31)
+    assert clock.current == "other"
 
 
 def test_other_threads_change_nothing():
     clock = Clock()
-    clock.begin("data")
-
-    def run():
-        clock.begin("checkpoint")
-        clock.note(("checkpoint", clock.now(), threading.get_ident()))
-
-    thread = threading.Thread(target=run)
+    take(clock, "data", True)
+    thread = threading.Thread(target=take, args=(clock, "checkpoint", True))
     thread.start()
     thread.join()
     assert clock.current == "data"
-
-
-def test_what_takes_notes_takes_one_at_each_call():
-    clock = Clock()
-    clock.now = iter([10.0, 13.0, 20.0, 50.0]).__next__
-    begin, wait, end = (clock.noting(what) for what in ("backward", OWN_GRADIENTS_READY, None))
-    assert clock.notes.qsize() == 0
-    for take_note in (begin, wait, end, begin):
-        take_note()
-    assert clock.notes.qsize() == 4
-    assert seconds_of(clock) == {"backward": 53, "collectives": 7, "other": 30}
-
-
-def test_a_note_is_of_the_thread_that_takes_it():
-    clock = Clock()
-    clock.begin("data")
-    take_note = clock.noting("checkpoint")
-    thread = threading.Thread(target=take_note)
-    thread.start()
-    thread.join()
-    assert clock.current == "data"
-    take_note()
-    assert clock.current == "checkpoint"
-
-
-def test_to_take_a_note_calls_no_python_function():
-    events = []
-    take_note = Clock().noting("backward")
-    before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    try:
-        take_note()
-    finally:
-        sys.setprofile(before)
-    assert "call" not in events
 
 
 def test_a_signal_may_come_while_notes_are_added_up():
     clock = Clock()
     add, read = clock._add, []
 
-    def interrupted(what, seconds):
+    def interrupted(*note):
         read.append(clock.read())  # as the handler of a signal that ends training does
-        add(what, seconds)
+        add(*note)
 
     clock._add = interrupted
-    with clock.timed("forward"):
-        pass
+    take(clock, "forward", True)
+    take(clock, "forward", False)
     assert clock.current == "other"
     assert len(read) == 2
-
-
-def test_notes_do_not_pile_up():
-    clock = Clock()
-    for _ in range(MANY_NOTES):
-        with clock.timed("forward"):
-            pass
-    assert clock.notes.qsize() <= MANY_NOTES
-    assert clock.current == "other"
 
 
 def test_an_accelerator_is_awaited_where_that_is_asked_for():
     waits = []
     clock = Clock(lambda: waits.append(time.perf_counter()))
-    with clock.timed("forward"):
-        pass
+    take(clock, "forward", True)
+    take(clock, "forward", False)
     assert len(waits) == 2
     thread = threading.Thread(target=clock.now)
     thread.start()

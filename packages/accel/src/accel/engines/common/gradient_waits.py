@@ -8,12 +8,14 @@ by itself, in its first ten passes and in every hundredth; here it takes them mo
 
 from __future__ import annotations
 
+from statistics import median
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 _DEFAULT_RATE = 100  # torch's
+_FIRST = 10  # passes that torch samples at any rate
 
 
 class GradientWaits:
@@ -30,31 +32,39 @@ class GradientWaits:
         self.is_active = False
         self._rate = rate
         self._models: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()  # its last sample
-        self._passes = 0  # since `take`
+        self._passes = self._taken = 0  # all, and those before the last `take`
         self._waits: list[float] = []  # sampled since `take`, in seconds
-        self._mean = 0.0
+        self._usual = 0.0  # their median
 
-    def add(self, model: torch.nn.Module) -> None:
-        """Sample a prepared model, if it waits for gradients."""
+    def add(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Sample a prepared model, if it waits for gradients.
+
+        Returns:
+            The module whose forward pass is this process's own: that of DDP begins with a wait for buffers.
+        """
         inner = getattr(model, "_orig_mod", model)  # of a compiled one
-        if isinstance(inner, DistributedDataParallel):
-            inner._set_ddp_runtime_logging_sample_rate(self._rate)
-            self._models[inner] = -1
-            self.is_active = True
+        if not isinstance(inner, DistributedDataParallel):
+            return model
+        inner._set_ddp_runtime_logging_sample_rate(self._rate)
+        self._models[inner] = -1
+        self.is_active = True
+        has_buffers = next(inner.module.buffers(), None) is not None
+        return inner.module if has_buffers and inner is model else model
 
     def count_pass(self) -> None:
         """Count a backward pass that waits."""
         self._passes += 1
-        if self._passes % self._rate == 0:
+        if self._passes <= _FIRST or self._passes % self._rate == 0:
             self._sample()
 
     def take(self) -> float:
-        """Return the seconds of waits since the last call: the mean of the samples, for all passes."""
+        """Return the seconds of waits since the last call; a pass without a sample counts as their median."""
         self._sample()
         if self._waits:
-            self._mean = sum(self._waits) / len(self._waits)
-        waited_s = self._mean * self._passes
-        self._waits, self._passes = [], 0
+            self._usual = median(self._waits)
+        others = max(0, self._passes - self._taken - len(self._waits))
+        waited_s = sum(self._waits) + self._usual * others
+        self._waits, self._taken = [], self._passes
         return waited_s
 
     def stop(self) -> None:

@@ -68,13 +68,12 @@ class Statistics(Observer):
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Time its forward passes."""
-        self._waits.add(model)
-        for begins, register in (
-            (True, model.register_forward_pre_hook),
-            (False, model.register_forward_hook),
-        ):
-            options = {"prepend": True} if begins else {"always_call": True}  # also when the model raises
-            self._hooks.append(register(partial(_note_forward, self.clock, begins), **options))
+        inner = self._waits.add(model)
+        # The rest of the outer one waits for the buffers of process 0.
+        for part, module in (("collectives", model), ("forward", inner))[model is inner :]:
+            begin, end = partial(_note, self.clock, part, True), partial(_note, self.clock, part, False)
+            self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
+            self._hooks.append(module.register_forward_hook(end, always_call=True))  # also when it raises
 
     def loader_started(self, loader: Any) -> None:
         """Count its samples from here."""
@@ -216,7 +215,7 @@ class Statistics(Observer):
             entry["steps"][1] = last
 
 
-def _note_forward(clock: Clock, begins: bool, *_: Any) -> None:
-    clock.note(("forward", begins, clock.now(), get_ident()))
+def _note(clock: Clock, part: str, begins: bool, *_: Any) -> None:
+    clock.note((part, begins, clock.now(), get_ident()))
     if clock.notes.qsize() > MANY_NOTES:  # in an evaluation
         clock.add_up()
