@@ -34,7 +34,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 def peak_memory() -> dict[str, int]:
     """Return the most memory that this process had, in bytes: of the host, and of tensors on its device."""
-    peaks = {"host": 0, "device": row(current_process().device).max_memory_allocated()}
+    peaks = {"host": 0, "device": device_spec(current_process().device).max_memory_allocated()}
     try:
         import resource
     except ImportError:  # Windows

@@ -240,7 +240,7 @@ def plain_with_an_optimizer_alone(accelerator: Accelerator) -> None:
     train_plainly(model, sgd(model))
 
 
-# PrepareRequest optimizers average the gradients of what is in no prepared model.
+# Prepared optimizers average the gradients of what is in no prepared model.
 
 
 def the_head_alone_is_not_prepared(accelerator: Accelerator) -> None:

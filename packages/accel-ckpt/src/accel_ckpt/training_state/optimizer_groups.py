@@ -103,8 +103,8 @@ def _numbered(
         start = len(numbers)
         for parameter in parameters:
             candidates = names.get(id(parameter), [])
-            name = next((name for name in candidates if name in remaining), None)
-            if name is None:
+            matching = next((name for name in candidates if name in remaining), None)
+            if matching is None:
                 lines.append(
                     f"{file} has no {candidates[0]} in group {number} for optimizer {index}"
                     if candidates
@@ -112,8 +112,8 @@ def _numbered(
                     f"{list(parameter.shape)} that is in no model, so {file} has no name for it"
                 )
             else:
-                remaining.remove(name)
-                numbers[original_names[name]] = len(numbers)
+                remaining.remove(matching)
+                numbers[original_names[matching]] = len(numbers)
         lines += [
             f"{file} has {name} in group {number}, optimizer {index} does not" for name in sorted(remaining)
         ]

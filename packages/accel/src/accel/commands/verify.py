@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     if not all(record["steps"] for record in records):
         prepared = ", ".join(records[0]["optimizers"]) or "none"
         raise LaunchError(
-            f"not verified: {args.training_script} ended {where} without a step that is recorded. PrepareRequest "
+            f"not verified: {args.training_script} ended {where} without a step that is recorded. Prepared "
             f"optimizers: {prepared}. Recorded are those whose class derives from torch.optim.Optimizer and "
             "calls its __init__, when step() is called; LOMO, which steps in backward, is not."
         )

@@ -2,7 +2,7 @@
 
 The checker observes the step from the start of a run, and again from each `prepare` of a model or optimizer.
 It unsubscribes itself as soon as everything prepared has stepped, and after 100 steps or backward passes in
-any case: later steps cost nothing. PrepareRequest objects publish what it needs. Only where parameters change
+any case: later steps cost nothing. Prepared objects publish what it needs. Only where parameters change
 although no prepared optimizer stepped, or where nothing that trains is prepared, it searches for the
 optimizer that does it, and follows that one by torch's own hook.
 """
@@ -24,7 +24,12 @@ from accel_data.loader.base import Unbatched
 from accel_data.order.detect_sharding import describe_full_data
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.stream.dataset import BlockReader
-from accel_ops.collectives.comparison import PATIENCE, is_equal_on_all_ranks, is_first_to_differ, new_comparison_name
+from accel_ops.collectives.comparison import (
+    PATIENCE,
+    is_equal_on_all_ranks,
+    is_first_to_differ,
+    new_comparison_name,
+)
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.logging.warning import warn
 from accel_state.step_events import Observer, subscribe, unsubscribe
@@ -316,7 +321,9 @@ def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
 def _not_stepped(run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parameters of prepared models that train, and those of them that no prepared optimizer steps."""
     trained = [item for item in _prepared_parameters(run) if item.requires_grad]
-    if any(run.engine.states.has_native_checkpoint(item) for item in run.optimizers):  # DeepSpeed and Megatron step copies
+    if any(
+        run.engine.states.has_native_checkpoint(item) for item in run.optimizers
+    ):  # DeepSpeed and Megatron step copies
         return trained, []
     stepped = {id(item) for each in run.optimizers for item in _parameters(each)}
     return trained, [item for item in trained if id(item) not in stepped]

@@ -201,7 +201,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
         scheduler = scheduler.scheduler
     for known in run.schedulers:
-        # PrepareRequest already, in either form.
+        # Prepared already, in either form.
         if known is scheduler or known.scheduler is scheduler:
             return known
     scheduler = run.engine.prepare_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
@@ -243,7 +243,7 @@ def prepare_loader(
         return loader if inner is loader.loader else loader.with_loader(inner)
     config = run.dataloader_config
     place = run.device_placement if place is None else place
-    # PrepareRequest again with other settings, it is another loader.
+    # Prepared again with other settings, it is another loader.
     asked = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
     for known in run.loaders:
         source = _made_from.get(known)

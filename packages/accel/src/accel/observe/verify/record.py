@@ -1,6 +1,6 @@
 """The recorder of `accel verify`: samples, losses, gradients and parameters of a run's first steps.
 
-The recorder works in a process that is there for it, and ends it after enough steps. PrepareRequest objects publish
+The recorder works in a process that is there for it, and ends it after enough steps. Prepared objects publish
 their batches and losses. What is not prepared has to be seen too: models, losses and loaders by classes of
 torch whose methods are replaced, the steps of any optimizer by torch's own hooks. It records batches as
 loaders yield them, or else the arguments of the model; losses on their way to backward; gradients before and
