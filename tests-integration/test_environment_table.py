@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from accel.accelerator import Accelerator
 from accel.big_modeling import init_empty_weights
-from accel.engines.choice import choose
+from accel.engines import plugin_class
 from accel.engines.common.checks import check_multi_device_training
 from accel.engines.common.replica_check import ReplicaCheck
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
@@ -27,7 +28,6 @@ from accel.observe.watchdog import WatchdogKwargs
 from accel.precision.fp8.choice import resolve_fp8
 from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.tracking import GeneralTracker
-from accel.training.arguments import resolve_accumulation
 from accel_ckpt.errors import CheckpointError
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
@@ -51,6 +51,9 @@ from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig, To
 from accel_state.process import ranks
 from accel_state.process.rendezvous import _init_method
 from accel_state.process.state import PartialState, current_process
+from accel_state.train_plan import make_train_plan
+
+plan = partial(make_train_plan, plugin_class=plugin_class)
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -206,7 +209,7 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_USE_CPU": Reader(detect, {"ACCELERATE_TORCH_DEVICE": "cuda"}),
     "ACCELERATE_MIXED_PRECISION": Reader(lambda: AcceleratorState(cpu=True).mixed_precision, text="bf16"),
     "ACCELERATE_TORCH_DEVICE": Reader(default_device, text="nowhere"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Reader(lambda: resolve_accumulation(1, None)),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Reader(lambda: plan().accumulation),
     "ACCELERATE_DEBUG_MODE": Reader(facts_of_process),
     "ACCELERATE_CHECK_REPLICAS_STEPS": Reader(steps_between_checks),
     "ACCELERATE_GUARD": Reader(names_of_observers, text="skip"),
@@ -227,10 +230,10 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_INIT_INCLUDE_BUFFERS": Reader(buffers_when_empty),
     "ACCELERATE_GRADIENT_CLIPPING": Reader(deepspeed),
     "ACCELERATE_DEBUG_RDV_FILE": Reader(lambda: _init_method(DEVICES["cpu"], "gloo")),
-    "ACCELERATE_USE_DEEPSPEED": Reader(lambda: "deepspeed_plugin" not in choose().plugins),
-    "ACCELERATE_USE_FSDP": Reader(lambda: "fsdp_plugin" not in choose().plugins),
-    "ACCELERATE_USE_MEGATRON_LM": Reader(lambda: "megatron_lm_plugin" not in choose().plugins),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": Reader(lambda: choose().parallelism is None),
+    "ACCELERATE_USE_DEEPSPEED": Reader(lambda: "deepspeed_plugin" not in plan().plugins),
+    "ACCELERATE_USE_FSDP": Reader(lambda: "fsdp_plugin" not in plan().plugins),
+    "ACCELERATE_USE_MEGATRON_LM": Reader(lambda: "megatron_lm_plugin" not in plan().plugins),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": Reader(lambda: plan().parallelism is None),
     "ACCELERATE_CONFIG_DS_FIELDS": Reader(
         deepspeed,
         ZERO_3 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed.json"},

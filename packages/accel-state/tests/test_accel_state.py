@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ WITH_MODULE_ONLY = {
     | {"keep_accelerate_environment"},
     "imports.packages": {"install_hint"},
     "process.shared_dict": {"shared_dict"},
+    "train_plan": {"check_accumulation_steps", "parse_precision"},
     "logging.warning": {"is_framework_frame", "user_frame", "warn"},
 }
 # Modules that only the packages themselves use. A new module stands here or among the exports of the package.
@@ -37,6 +39,7 @@ INTERNAL = {
     "env.variable",
     "imports",
     "lazy",
+    "literals",
     "logging",
     "logging.tracebacks",
     "logging.suggestion",
@@ -169,3 +172,14 @@ def test_the_readmes_error_is_the_real_one():
     shown = re.search(r"```text\nValueError: (.*?)\n```", README.read_text())
     with pytest.raises(ValueError, match=re.escape(shown[1])):
         accel_state.env.get("ACCELERATE_MIXED_PRECISION", {"ACCELERATE_MIXED_PRECISION": "fp7"})
+
+
+@pytest.mark.parametrize(
+    ("literal", "enum"),
+    [("PrecisionName", "PrecisionType"), ("RNGTypeName", "RNGType"), ("LoggerName", "LoggerType")]
+    + [("DynamoBackendName", "DynamoBackend")],
+)
+def test_literals_are_the_values_of_enumerations(literal, enum):
+    named = set(typing.get_args(getattr(load("literals"), literal)))
+    values = {item.value for item in getattr(load("enums"), enum)}
+    assert named == (values | {value.lower() for value in values} if enum == "DynamoBackend" else values)

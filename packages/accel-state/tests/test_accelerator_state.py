@@ -3,14 +3,13 @@ from __future__ import annotations
 import datetime
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import accelerator_state
+from accel_state import train_plan
 from accel_state.accelerator_state import (
     AcceleratorState,
     ThreadLocalSharedDict,
@@ -33,6 +32,12 @@ class Plugin:
     fsdp_version: int = 1
     selected: bool = False
 
+    def configured_precision(self) -> None:
+        """It configures none."""
+
+    def configured_steps(self) -> None:
+        """It configures none."""
+
 
 @pytest.fixture(autouse=True)
 def _clean(fresh_state: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +55,8 @@ def test_bare_state_makes_one_where_there_is_none() -> None:
     assert (state.mixed_precision, state.distributed_type) == ("no", DistributedType.NO)
     assert state.process is PartialState().process
     assert not state.fork_launched
-    for plugin in ("dynamo", "deepspeed", "fsdp", "torch_tp", "megatron_lm"):
+    assert state.dynamo_plugin.backend == "NO"
+    for plugin in ("deepspeed", "fsdp", "torch_tp", "megatron_lm"):
         assert getattr(state, f"{plugin}_plugin") is None
     assert (state.parallelism_config, state.device_mesh, state.deepspeed_plugins) == (None, None, None)
 
@@ -88,7 +94,7 @@ def test_same_settings_again_are_a_handle() -> None:
     again = AcceleratorState(mixed_precision="bf16")
     other = AcceleratorState(fsdp_plugin=Plugin())
 
-    assert again._settings is first._settings
+    assert again.plan is first.plan
     assert again.fsdp_plugin is plugin
     assert other.fsdp_plugin is not plugin
     assert other.mixed_precision == "no"
@@ -116,7 +122,7 @@ def test_unknown_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_precision_that_the_hardware_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = DeviceSpec("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset({"bf16"}), lambda: True)
-    monkeypatch.setattr(accelerator_state, "device_spec", lambda device: limited)
+    monkeypatch.setattr(train_plan, "row", lambda device: limited)
 
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
     with pytest.raises(ValueError, match=r"'fp16' is not available on cpu; allowed here: no, bf16\."):
@@ -144,8 +150,6 @@ def test_plugin_or_variable_names_the_engine(name: str, monkeypatch: pytest.Monk
 
     AcceleratorState._reset_state()
     assert AcceleratorState().distributed_type == expected
-    # An Accelerator has chosen already, and says what it chose.
-    assert AcceleratorState(_from_accelerator=True).distributed_type == DistributedType.NO
 
 
 def test_plugin_wins_over_the_variable_of_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,17 +214,16 @@ def test_unknown_deepspeed_plugin_is_refused() -> None:
         AcceleratorState(deepspeed_plugin={})
 
 
-def test_device_mesh_is_built_once_and_on_demand() -> None:
-    built = []
+def test_device_mesh_is_built_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    config = ParallelismConfig(tp_size=2)
+    mesh = object()
+    monkeypatch.setattr(config, "get_device_mesh", lambda device_type: built.append(device_type) or mesh)
 
-    def build(device_type: str) -> object:
-        built.append(device_type)
-        return object()
-
-    state = AcceleratorState(parallelism_config=SimpleNamespace(get_device_mesh=build))
+    state = AcceleratorState(parallelism_config=config)
 
     assert built == []
-    assert state.device_mesh is state.device_mesh
+    assert state.device_mesh is mesh
     assert built == ["cpu"]
 
 

@@ -7,53 +7,17 @@ States with different settings live side by side in one process. The newest one 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
-from accel_state import env
-from accel_state.devices.table import device_spec
-from accel_state.enums import DistributedType, PrecisionType
+from accel_state.enums import DistributedType
 from accel_state.process import rendezvous
 from accel_state.process.info import ProcessInfo
 from accel_state.process.methods import ProcessMethods, describe
 from accel_state.process.shared_dict import ThreadLocalSharedDict, shared_dict
 from accel_state.process.state import PartialState
+from accel_state.train_plan import TrainPlan, make_train_plan, parse_precision
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
-
-# The plugin that requests each engine, and the environment's switch where no Accelerator decides.
-_ENGINES = (
-    (DistributedType.DEEPSPEED, "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
-    (DistributedType.FSDP, "fsdp_plugin", "ACCELERATE_USE_FSDP"),
-    (DistributedType.MEGATRON_LM, "megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
-)
-
-
-@dataclass
-class _Settings:
-    mixed_precision: str
-    engine: DistributedType | None  # None: the process's distributed type
-    dynamo_plugin: Any
-    deepspeed_plugin: Any  # one, or a dictionary of them by name
-    fsdp_plugin: Any
-    torch_tp_plugin: Any
-    megatron_lm_plugin: Any
-    parallelism_config: Any
-    selected: str | None = None  # the active one of several DeepSpeed plugins
-
-    def differs(self, provided: dict[str, Any]) -> bool:
-        if provided["mixed_precision"] not in (None, self.mixed_precision):
-            return True
-        plugins = {name: value for name, value in provided.items() if name != "mixed_precision"}
-        # By identity: an equal plugin is another object, which the user may still change.
-        return any(value is not None and value is not getattr(self, name) for name, value in plugins.items())
-
-    @cached_property
-    def device_mesh(self) -> Any:
-        if self.parallelism_config is None:
-            return None
-        # On first use: creating a mesh is a collective, and most runs have none.
-        return self.parallelism_config.get_device_mesh(PartialState._process_info().device.type)
 
 
 class AcceleratorState(ProcessMethods):
@@ -72,7 +36,7 @@ class AcceleratorState(ProcessMethods):
         torch_tp_plugin: Settings of tensor parallelism.
         megatron_lm_plugin: Train under Megatron-LM.
         parallelism_config: The dimensions of the device mesh.
-        _from_accelerator: Make a new state in any case, whose engine no switch of the environment chooses.
+        _from_accelerator: Make a new state in any case.
         **kwargs: Options of `torch.distributed.init_process_group`; see `PartialState`.
 
     Raises:
@@ -96,8 +60,7 @@ class AcceleratorState(ProcessMethods):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
-        provided = {
-            "mixed_precision": None if mixed_precision is None else _precision(mixed_precision),
+        passed = {
             "dynamo_plugin": dynamo_plugin,
             "deepspeed_plugin": deepspeed_plugin,
             "fsdp_plugin": fsdp_plugin,
@@ -105,18 +68,35 @@ class AcceleratorState(ProcessMethods):
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
         }
-        # Read first: a failure below must leave the newest state unchanged.
-        newest: _Settings | None = AcceleratorState._shared_state.get("newest")
-        if _from_accelerator and _group_is_gone():
+        if mixed_precision is not None:
+            mixed_precision = parse_precision(mixed_precision)
+        newest: _Shown | None = AcceleratorState._shared_state.get("newest")
+        is_same = (
+            newest is not None
+            and mixed_precision in (None, newest.plan.mixed_precision)
+            and not _from_accelerator
+            # By identity: an equal plugin is another object, which may be changed later.
+            and all(value is None or value is newest.get(name) for name, value in passed.items())
+        )
+        if is_same:
+            PartialState(cpu, **kwargs)
+        else:
+            if _from_accelerator and _group_is_gone():
+                PartialState._reset_state()
+            plan = make_train_plan(mixed_precision=mixed_precision, **passed)
+            newest = _show(plan, cpu, kwargs)
+        assert newest is not None, "it is the same, or new"
+        # In the handle: one on an older state keeps that state.
+        self._shown_by_handle = newest
+
+    @classmethod
+    def _of(cls, plan: TrainPlan, cpu: bool, process_group_options: dict[str, Any]) -> AcceleratorState:
+        """Join the process group, and make the newest state show a plan."""
+        if _group_is_gone():
             PartialState._reset_state()  # a second training after end_training() needs a group again
-        # Before the settings are checked: what is allowed depends on the device.
-        process = PartialState(cpu, **kwargs).process
-        if newest is None or _from_accelerator or newest.differs(provided):
-            newest = AcceleratorState._shared_state["newest"] = _settings(
-                provided, process, reads_environment=not _from_accelerator
-            )
-        # In the handle: a handle on an older state keeps that state.
-        self._made_with = newest
+        state = cls.__new__(cls)
+        state._shown_by_handle = _show(plan, cpu, process_group_options)
+        return state
 
     @property
     def process(self) -> ProcessInfo:
@@ -124,10 +104,15 @@ class AcceleratorState(ProcessMethods):
         return PartialState._process_info()
 
     @property
-    def _settings(self) -> _Settings:
+    def _shown(self) -> _Shown:
         if not is_initialized():
             raise AttributeError(_RESET)
-        return self._made_with
+        return self._shown_by_handle
+
+    @property
+    def plan(self) -> TrainPlan:
+        """How the Accelerator trains, and why."""
+        return self._shown.plan
 
     @property
     def initialized(self) -> bool:
@@ -142,42 +127,46 @@ class AcceleratorState(ProcessMethods):
     @property
     def mixed_precision(self) -> str:
         """The mixed precision: "no", "fp16", "bf16" or "fp8"."""
-        return self._settings.mixed_precision
+        return self.plan.mixed_precision
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine, where a plugin requests one; else the kind of distributed run."""
-        return self._settings.engine or self.process.distributed_type
+        """The engine, where a plugin asks for one; else how the processes of the run work together."""
+        kind = self.plan.distributed_type
+        assert kind is not None, "a plan that is shown has one"
+        return kind
 
     @property
     def dynamo_plugin(self) -> Any:
-        """The `dynamo_plugin` argument: how models are compiled."""
-        return self._settings.dynamo_plugin
+        """How models are compiled."""
+        return self.plan.dynamo
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The `fsdp_plugin` argument."""
-        return self._settings.fsdp_plugin
+        """The settings of fully sharded data parallelism."""
+        return self.plan.plugins.get("fsdp_plugin")
 
     @property
     def torch_tp_plugin(self) -> Any:
-        """The `torch_tp_plugin` argument."""
-        return self._settings.torch_tp_plugin
+        """The settings of tensor parallelism."""
+        return self.plan.torch_tp_plugin
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The `megatron_lm_plugin` argument."""
-        return self._settings.megatron_lm_plugin
+        """The settings of Megatron-LM."""
+        return self.plan.plugins.get("megatron_lm_plugin")
 
     @property
     def parallelism_config(self) -> Any:
-        """The `parallelism_config` argument: the dimensions of the device mesh."""
-        return self._settings.parallelism_config
+        """The dimensions of the device mesh."""
+        return self.plan.parallelism
 
     @property
     def device_mesh(self) -> Any:
-        """The device mesh of `parallelism_config`, built on first use; None without one."""
-        return self._settings.device_mesh
+        """The device mesh of `parallelism_config`, built when first asked for; None without one."""
+        config = self.plan.parallelism
+        # When it is first asked for: making a mesh is a collective, and most runs have none.
+        return None if config is None else config.get_device_mesh(self.process.device.type)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -187,9 +176,9 @@ class AcceleratorState(ProcessMethods):
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The DeepSpeed plugins by name; a single plugin is called "default". None without any."""
-        plugin = self._settings.deepspeed_plugin
-        return plugin if plugin is None or isinstance(plugin, dict) else {"default": plugin}
+        """The DeepSpeed plugins by name; one that was given alone is called "default". None without any."""
+        plugins = self.plan.plugins.get("deepspeed_plugin")
+        return plugins if plugins is None or isinstance(plugins, dict) else {"default": plugins}
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -197,7 +186,7 @@ class AcceleratorState(ProcessMethods):
         plugins = self.deepspeed_plugins
         if plugins is None:
             return None
-        return plugins[self._settings.selected or next(iter(plugins))]
+        return plugins[self._shown.selected or next(iter(plugins))]
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return one of the DeepSpeed plugins.
@@ -231,7 +220,7 @@ class AcceleratorState(ProcessMethods):
         plugins = self.deepspeed_plugins or {}
         chosen = next(iter(plugins), "") if name is None else name
         self.get_deepspeed_plugin(chosen)
-        _select(self._settings, chosen)
+        _select(self._shown, chosen)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy a process group; see `PartialState.destroy_process_group`.
@@ -278,73 +267,41 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
     """
 
 
-def _group_is_gone() -> bool:
-    process: ProcessInfo | None = PartialState._shared_state.get("process")
-    return process is not None and process.world_size > 1 and not rendezvous.has_group()
+@dataclass
+class _Shown:
+    """The plan that a state shows, and the active one of several DeepSpeed plugins."""
+
+    plan: TrainPlan
+    selected: str | None = None
+
+    def get(self, argument: str) -> Any:
+        """What an argument of the state was decided to be."""
+        others = {
+            "dynamo_plugin": self.plan.dynamo,
+            "torch_tp_plugin": self.plan.torch_tp_plugin,
+            "parallelism_config": self.plan.parallelism,
+        }
+        return {**others, **self.plan.plugins}.get(argument)
 
 
-def _settings(provided: dict[str, Any], process: ProcessInfo, *, reads_environment: bool) -> _Settings:
-    # The environment comes last: an argument has been looked at before.
-    provided = {
-        **provided,
-        "mixed_precision": provided["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION"),
-    }
-    _check_precision(provided["mixed_precision"], process)
-    settings = _Settings(engine=_engine(provided, process, reads_environment), **provided)
-    plugins = provided["deepspeed_plugin"]
+def _show(plan: TrainPlan, cpu: bool, process_group_options: dict[str, Any]) -> _Shown:
+    process = PartialState(cpu, **process_group_options).process
+    shown = _Shown(plan.on(process))
+    plugins = plan.plugins.get("deepspeed_plugin")
     if isinstance(plugins, dict):
-        if not plugins:
-            raise ValueError("deepspeed_plugin is an empty dictionary; give at least one plugin, or None.")
-        _select(settings, next(iter(plugins)))
-    return settings
+        _select(shown, next(iter(plugins)))
+    AcceleratorState._shared_state["newest"] = shown
+    return shown
 
 
-def _select(settings: _Settings, name: str) -> None:
-    settings.selected = name
-    plugins = settings.deepspeed_plugin
+def _select(shown: _Shown, name: str) -> None:
+    shown.selected = name
+    plugins = shown.plan.plugins["deepspeed_plugin"]
     if isinstance(plugins, dict):
         for other, plugin in plugins.items():
             plugin.selected = other == name
 
 
-def _precision(value: str) -> str:
-    try:
-        return str(PrecisionType(value))
-    except ValueError:
-        raise ValueError(
-            f"mixed_precision={value!r} is unknown; allowed: {', '.join(PrecisionType.list())}."
-        ) from None
-
-
-def _check_precision(precision: str, process: ProcessInfo) -> None:
-    # fp8 is not autocast's: the library that runs it checks the hardware.
-    hardware = device_spec(process.device)
-    # "no" needs nothing.
-    if precision not in (PrecisionType.BF16, PrecisionType.FP16) or hardware.has_autocast(precision):
-        return
-    # What the type and this device support: not every GPU computes in bf16.
-    others = [other for other in sorted(hardware.autocast_dtypes) if hardware.has_autocast(other)]
-    raise ValueError(
-        f"mixed_precision={precision!r} is not available on {process.device}; allowed here: "
-        f"{', '.join(['no', *others])}. Pass one of these to the Accelerator, to ACCELERATE_MIXED_PRECISION "
-        "or to accel launch --mixed_precision."
-    )
-
-
-def _engine(
-    provided: dict[str, Any], process: ProcessInfo, reads_environment: bool
-) -> DistributedType | None:
-    plugins = [(kind, name) for kind, name, _ in _ENGINES if provided[name] is not None]
-    requested = plugins
-    # A plugin argument wins over every switch of the environment.
-    if not plugins and reads_environment:
-        requested = [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
-    if len(requested) > 1:
-        raise ValueError(
-            f"{' and '.join(name for _, name in requested)} request different engines, and a model is "
-            "trained by one. Leave all but one out."
-        )
-    # XLA shards by itself: a plugin configures that, and does not select another engine.
-    if not requested or process.distributed_type == DistributedType.XLA:
-        return None
-    return requested[0][0]
+def _group_is_gone() -> bool:
+    process: ProcessInfo | None = PartialState._shared_state.get("process")
+    return process is not None and process.world_size > 1 and not rendezvous.has_group()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.engines.choice import choose
+from accel.engines import plugin_class
 from accel.engines.common.checks import mapped_devices
 from accel.engines.start import start_engine
 from accel.observe.base import start_observers
@@ -43,6 +43,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin, ProfileKwargs
 from accel_state.process.methods import ProcessMethods
+from accel_state.train_plan import make_train_plan
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -135,8 +136,7 @@ class Accelerator(
         project_configuration = arguments.resolve_project(project_dir, project_config)
         dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
         self.handlers = arguments.sort_handlers(kwargs_handlers)
-        # Before AcceleratorState, which starts the process group of the engine that is chosen here.
-        choice = choose(
+        plan = make_train_plan(  # raises before anything is started
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             fsdp_plugin=fsdp_plugin,
@@ -144,24 +144,20 @@ class Accelerator(
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
             mixed_precision=mixed_precision,
-            outside=self.handlers.engine,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            device_placement=device_placement,
+            external_settings=self.handlers.engine,
+            plugin_class=plugin_class,
         )
-        accumulation = arguments.resolve_accumulation(
-            gradient_accumulation_steps, gradient_accumulation_plugin, choice.steps
-        )
-        state = AcceleratorState(  # joins the process group: from here on collectives are possible
-            mixed_precision=choice.mixed_precision,
-            cpu=cpu,
-            dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
-            torch_tp_plugin=torch_tp_plugin,
-            parallelism_config=choice.parallelism,
-            _from_accelerator=True,  # made by itself, the state would choose an engine again
-            **choice.plugins,
-            **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
-        )
-        gradient_state = GradientState.new(accumulation)  # two in one program have windows of their own
+        process_group_options = self.handlers.init.to_kwargs() if self.handlers.init is not None else {}
+        # Joins the process group: from here on collectives are possible.
+        state = AcceleratorState._of(plan, cpu, process_group_options)
+        gradient_state = GradientState.new(plan.accumulation)  # two in one program have windows of their own
         # An engine may need the process group, and makes the scaler, so that it comes before the run.
-        engine = start_engine(choice, state, gradient_state, **self.handlers.for_engines())
+        engine = start_engine(state.plan, state, gradient_state, **self.handlers.for_engines())
         self.run = Run(
             state=state,
             gradient_state=gradient_state,
@@ -172,7 +168,7 @@ class Accelerator(
             project_configuration=project_configuration,
             dataloader_config=dataloader_config,
             rng_types=arguments.resolve_rng_types(rng_types),
-            device_placement=device_placement,
+            device_placement=plan.device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
         arguments.warn_unread(self.handlers, self.engine)  # the engine says what it does not read

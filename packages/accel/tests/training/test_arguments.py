@@ -10,12 +10,9 @@ from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import RNGType
-from accel_state.env import patch_environment
 from accel_state.handlers import (
-    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProfileKwargs,
-    TorchDynamoPlugin,
 )
 
 
@@ -34,15 +31,6 @@ def test_handlers_are_sorted_by_kind():
     assert arguments.sort_handlers(None) == arguments.Handlers()
 
 
-def test_accumulation_from_the_launcher_comes_before_the_argument():
-    with patch_environment(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"):
-        assert arguments.resolve_accumulation(2, None).num_steps == 4
-        assert arguments.resolve_accumulation(1, GradientAccumulationPlugin()).num_steps == 4
-        assert arguments.resolve_accumulation(1, GradientAccumulationPlugin(num_steps=3)).num_steps == 3
-    assert arguments.resolve_accumulation(2, None).num_steps == 2
-    assert arguments.resolve_accumulation(1, GradientAccumulationPlugin()).num_steps == 1
-
-
 def test_loader_configuration_and_its_own_argument_meet():
     assert arguments.resolve_dataloader_config(None, UNSET) == DataLoaderConfiguration()
     assert arguments.resolve_dataloader_config(None, True).split_batches
@@ -59,15 +47,6 @@ def test_project_configuration_is_filled_and_never_overwritten(tmp_path):
     assert arguments.resolve_project("b", ProjectConfiguration(project_dir="b")).project_dir == "b"
     with pytest.warns(UserWarning, match=r"ignores project_dir='a'.*'b'"):
         assert arguments.resolve_project("a", ProjectConfiguration(project_dir="b")).project_dir == "b"
-
-
-def test_dynamo_backend_by_name_by_plugin_and_not_both():
-    assert arguments.resolve_dynamo("inductor", None).backend == "INDUCTOR"
-    assert arguments.resolve_dynamo(None, None).backend == "NO"
-    with pytest.raises(ValueError, match="pass one"):
-        arguments.resolve_dynamo("inductor", TorchDynamoPlugin(backend="inductor"))
-    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-    assert arguments.resolve_dynamo(None, plugin) is plugin
 
 
 def test_rng_types_by_name_and_by_enum():

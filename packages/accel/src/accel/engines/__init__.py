@@ -27,6 +27,7 @@ __all__ = [
     "States",
     "entry_point_engines",
     "find_engine",
+    "plugin_class",
 ]
 
 ENTRY_POINT_GROUP = "accel.engines"
@@ -69,7 +70,24 @@ ENGINES: dict[str, EngineEntry] = {
 }
 
 
-# Cached: reading the metadata of all installed packages takes milliseconds.
+# By path, so that no plugin's module (and what it imports) is loaded for engines that nobody asked for.
+_PLUGINS = {
+    "deepspeed_plugin": "accel.engines.deepspeed.plugin:DeepSpeedPlugin",
+    "fsdp_plugin": "accel.engines.sharded.plugin:FullyShardedDataParallelPlugin",
+    "megatron_lm_plugin": "accel.engines.megatron.plugin:MegatronLMPlugin",
+    "torch_tp_plugin": "accel.engines.mesh.tensor.plugin:TorchTensorParallelPlugin",
+}
+
+
+def plugin_class(argument: str) -> type:
+    """The class of the plugins that an argument of the Accelerator takes."""
+    module, _, name = _PLUGINS[argument].partition(":")
+    kind: type = getattr(import_module(module), name)
+    return kind
+
+
+# Reading the metadata of all installed packages takes milliseconds, and no package is installed while a
+# program runs.
 @cache
 def entry_point_engines() -> dict[str, EngineEntry]:
     """The engines that other installed packages add, by name.

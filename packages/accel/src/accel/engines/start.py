@@ -1,4 +1,4 @@
-"""Making the engine that was chosen, from the settings of a run."""
+"""Making the engine of a plan."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from accel_state.logging.loggers import get_logger
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.engines.choice import Choice
     from accel.precision.fp8.choice import Fp8
     from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient import GradientState
+    from accel_state.train_plan import TrainPlan
 
 _logger = get_logger("accel.engines")
 
 
 def start_engine(
-    choice: Choice,
+    plan: TrainPlan,
     state: AcceleratorState,
     gradient_state: GradientState,
     *,
@@ -32,10 +32,10 @@ def start_engine(
     scaler: GradScalerKwargs | None = None,
     fp8: Any = None,
 ) -> Engine:
-    """Make the engine that was chosen; a log line says which one, where, and what asked for it.
+    """Make the engine of a plan; a log line says which one, where, and what asked for it.
 
     Args:
-        choice: What was chosen, and why.
+        plan: The plan for this process.
         state: Precision, mesh and the facts of the process.
         gradient_state: The accumulation window's state.
         autocast: Options of autocast.
@@ -47,10 +47,12 @@ def start_engine(
         ImportError: If something that the engine needs is missing.
         ValueError: If the engine cannot work with the settings.
     """
-    name = choice.engine_on(state.process.distributed_type)
-    kind = find_engine(name)
+    assert plan.engine is not None, "a plan for a process has one"
+    kind = find_engine(plan.engine)
     # Of several DeepSpeed plugins the Accelerator's own state knows which is active now.
-    settings = partial(getattr, state, "deepspeed_plugin") if name == "deepspeed" else choice.settings
+    settings = (
+        partial(getattr, state, "deepspeed_plugin") if plan.engine == "deepspeed" else plan.engine_settings
+    )
     precision, device = state.mixed_precision, state.device.type
     # to_kwargs leaves out defaults, which torch_xla's scaler need not share.
     options = {} if scaler is None else scaler.to_kwargs()
@@ -62,22 +64,22 @@ def start_engine(
             # Made before the engine, whose context is frozen.
             scaler=kind.gradients_type.make_scaler(device, **options) if precision == "fp16" else None,
             mesh=state.device_mesh,
-            parallelism=choice.parallelism,
+            parallelism=plan.parallelism,
             settings=settings,
             ddp=ddp,
-            dynamo=state.dynamo_plugin,
+            dynamo=plan.dynamo,
             fp8=_resolve_fp8(precision, fp8),
         )
     )
     _logger.info(
         "engine %s, because of %s; %d process(es) on %s, mesh %s; precision %s, because of %s",
         engine.name,
-        " and ".join(choice.engine_reasons) or "the number of processes",
+        " and ".join(plan.reasons["engine"]) or "the number of processes",
         state.num_processes,
         device,
         _sizes(engine.loaders.mesh),
         precision,
-        choice.precision_reason,
+        " and ".join(plan.reasons["mixed_precision"]) or "the default",
     )
     return engine
 

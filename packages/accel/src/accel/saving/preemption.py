@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel.training.agreement import Agreement
+from accel.training.any_rank_flag import AnyRankFlag
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -34,7 +34,7 @@ class Preemption:
                 "save_on_preemption takes signals, which only the main thread can: call it there."
             )
         self.received: str | None = None
-        self._agreement = Agreement(process)
+        self._any_rank = AnyRankFlag(process)
         # Windows has no SIGUSR1.
         numbers = [getattr(signal, name) for name in signals if hasattr(signal, name)]
         if not numbers:
@@ -46,8 +46,8 @@ class Preemption:
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def agreed(self) -> bool:
-        """Return whether any process had received a signal at the previous call; a collective."""
-        return self._agreement.ask_ahead(self.received is not None)
+        """Whether a process had got a signal at the call before; the same on all, which all call it."""
+        return self._any_rank.check_previous(self.received is not None)
 
     def stop(self) -> None:
         """Restore the previous handlers of these signals."""

@@ -13,14 +13,11 @@ from accel.observe.base import ObserverKwargs
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
-from accel_state import env
 from accel_state.enums import RNGType
 from accel_state.handlers import (
-    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
-    TorchDynamoPlugin,
 )
 from accel_state.logging.loggers import get_logger
 from accel_state.logging.suggestion import did_you_mean
@@ -155,62 +152,6 @@ def resolve_dataloader_config(
             "set it in dataloader_config alone."
         )
     return replace(config, split_batches=bool(split_batches))
-
-
-def resolve_accumulation(
-    steps: int, plugin: GradientAccumulationPlugin | None, engine_steps: int | None = None
-) -> GradientAccumulationPlugin:
-    """The accumulation plugin; the environment's number of steps (the launcher's flag) comes before the
-    argument.
-
-    Args:
-        steps: The argument.
-        plugin: The settings in full, instead.
-        engine_steps: What the engine's settings say, in place of the default, 1.
-
-    Raises:
-        ValueError: If both the number and a plugin are given, or the number is not a positive integer.
-    """
-    # 1 is the argument's default, and so counts as not given.
-    if plugin is None and steps == 1 and engine_steps is not None:
-        steps = engine_steps
-    if plugin is not None:
-        if steps != 1:
-            raise ValueError(
-                f"Accelerator got gradient_accumulation_steps={steps} and a gradient_accumulation_plugin: "
-                f"pass one of them (the plugin's num_steps is the same setting)."
-            )
-        if plugin.num_steps is not None:
-            return plugin
-        return replace(plugin, num_steps=env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or 1)
-    # As documented: the launcher's flag changes scripts that pass a number.
-    if env.is_set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
-        steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    return GradientAccumulationPlugin(num_steps=check_steps(steps))
-
-
-def check_steps(steps: Any) -> int:
-    """Return the number of accumulation steps.
-
-    Raises:
-        ValueError: If it is not a positive integer.
-    """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:  # True is an int
-        raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
-    return steps
-
-
-def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """The compile options: a backend by name, a plugin, or the environment's.
-
-    Raises:
-        ValueError: If both are given, or the backend is unknown.
-    """
-    if backend is not None and plugin is not None:
-        raise ValueError("Accelerator got dynamo_backend and dynamo_plugin: pass one of them.")
-    if plugin is not None:
-        return plugin
-    return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
 
 
 def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:

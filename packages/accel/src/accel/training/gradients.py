@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.training import arguments
 from accel.training.prepare import holds_any, prepared_optimizer
 from accel_optim import lomo
-from accel_optim.scaler import true_on_any_rank
+from accel_state.train_plan import check_accumulation_steps
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -68,7 +67,7 @@ class GradientControl:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        steps = arguments.check_steps(gradient_accumulation_steps)
+        steps = check_accumulation_steps(gradient_accumulation_steps)
         # In place: all handles on the state share the dictionary.
         self.run.gradient_state.plugin_kwargs.update({"num_steps": steps})
 

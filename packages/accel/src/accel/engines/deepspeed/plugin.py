@@ -196,6 +196,17 @@ class DeepSpeedPlugin:
         default = has_config if wanted is None else bool(wanted)
         self.zero3_init_flag = default and self.zero_stage == 3
 
+    # What it decides for the plan of training
+
+    def configured_precision(self) -> str | None:
+        """The precision that the configuration switches on, if it does."""
+        return next((kind for kind in ("bf16", "fp16") if self.get_value(f"{kind}.enabled") is True), None)
+
+    def configured_steps(self) -> int | None:
+        """The accumulation steps of the configuration, if it has a number."""
+        steps: Any = self.gradient_accumulation_steps
+        return steps if isinstance(steps, int) else None
+
     # Asking and filling
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -209,7 +220,7 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill a setting in if it is "auto"; else compare it.
+        """StepRows a setting in if it is "auto"; else compare it.
 
         Args:
             ds_key_long: Its dotted name.
@@ -243,7 +254,7 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill in what is "auto" in the configuration, and compare the rest.
+        """StepRows in what is "auto" in the configuration, and compare the rest.
 
         Args:
             prefix: Dotted name of the section to go through, with a dot at its end; "" for all.

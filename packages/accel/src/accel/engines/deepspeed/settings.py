@@ -5,31 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel.engines.common.checks import warn_of_ignored
-from accel_state import env
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.engines.base.context import EngineContext
-
-
-def steps_under(plugins: Any) -> int | None:
-    """The steps of a window that DeepSpeed's configuration asks for, if it does."""
-    first = _first(plugins)
-    steps = None if first is None else first.gradient_accumulation_steps
-    return steps if isinstance(steps, int) else None
-
-
-def precision_under(plugins: Any, mixed_precision: Any) -> Any:
-    """The precision: as given, or the one that DeepSpeed's configuration switches on."""
-    first = _first(plugins)
-    # A launcher writes "no" where nothing was asked for.
-    if first is None or mixed_precision is not None or env.get("ACCELERATE_MIXED_PRECISION") != "no":
-        return mixed_precision
-    return next((kind for kind in ("bf16", "fp16") if first.get_value(f"{kind}.enabled") is True), None)
-
-
-def _first(plugins: Any) -> Any | None:
-    return next(iter(plugins.values())) if isinstance(plugins, dict) else plugins
 
 
 def check_axes(context: EngineContext, stage: int | None) -> None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from accel import engines
 from accel.accelerator import Accelerator
-from accel.engines.choice import choose
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel_state import train_plan
 from accel_state.enums import DistributedType
+from accel_state.env import patch_environment
+from accel_state.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel_state.parallelism.config import ParallelismConfig
+from accel_state.process.info import ProcessInfo
+
+make_train_plan = partial(train_plan.make_train_plan, plugin_class=engines.plugin_class)
+
+
+def on(kind: DistributedType) -> ProcessInfo:
+    """A process of a run of this kind."""
+    return ProcessInfo(0, 1, 0, 1, torch.device("cpu"), None, kind)
+
 
 PLUGINS = {
     "deepspeed_plugin": DeepSpeedPlugin,
@@ -35,31 +48,31 @@ def test_a_plugin_wins_over_every_switch_of_the_environment(monkeypatch, argumen
     for switch in on:
         monkeypatch.setenv(switch, "true")
 
-    choice = choose(**{argument: plugin})
+    plan = make_train_plan(**{argument: plugin})
 
-    assert choice.settings is plugin
-    assert choice.plugins == {argument: plugin}
-    assert choice.engine == ENGINES[argument]
-    assert choice.engine_reasons == (argument,)
+    assert plan.engine_settings is plugin
+    assert plan.plugins == {argument: plugin}
+    assert plan.engine == ENGINES[argument]
+    assert plan.reasons["engine"] == (argument,)
 
 
 @pytest.mark.parametrize(("switch", "argument"), [*zip(SWITCHES, ENGINES, strict=True)])
 def test_without_an_argument_the_environment_chooses(monkeypatch, switch, argument):
     monkeypatch.setenv(switch, "true")
 
-    choice = choose()
+    plan = make_train_plan()
 
-    assert isinstance(choice.settings, PLUGINS[argument])
-    assert [*choice.plugins] == [argument]
-    assert choice.engine == ENGINES[argument]
-    assert choice.engine_reasons == (switch,)
+    assert isinstance(plan.engine_settings, PLUGINS[argument])
+    assert [*plan.plugins] == [argument]
+    assert plan.engine == ENGINES[argument]
+    assert plan.reasons["engine"] == (switch,)
 
 
 def test_without_either_nothing_is_chosen():
-    choice = choose()
+    plan = make_train_plan()
 
-    assert (choice.engine, choice.settings, choice.parallelism, choice.plugins) == (None, None, None, {})
-    assert (choice.engine_reasons, choice.precision_reason) == ((), "the default")
+    assert (plan.engine, plan.engine_settings, plan.parallelism, plan.plugins) == (None, None, None, {})
+    assert dict(plan.reasons) == {"engine": (), "mixed_precision": (), "accumulation": ()}
 
 
 def engine_of_the_argument() -> str:
@@ -76,14 +89,16 @@ def test_an_accelerator_has_the_engine_of_its_argument(world):
 def test_a_mesh_of_the_environment_does_not_defeat_an_argument(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    assert choose().engine == "mesh"
+    assert make_train_plan().engine == "mesh"
 
     with pytest.warns(UserWarning, match="dp_shard_size=2, over which FSDP .* and deepspeed_plugin"):
-        choice = choose(deepspeed_plugin=DeepSpeedPlugin())
+        plan = make_train_plan(deepspeed_plugin=DeepSpeedPlugin())
 
-    assert ([*choice.plugins], choice.parallelism) == (["deepspeed_plugin"], None)
+    assert ([*plan.plugins], plan.parallelism) == (["deepspeed_plugin"], None)
     with pytest.raises(ValueError, match="parallelism_config has dp_shard_size=2"):
-        choose(deepspeed_plugin=DeepSpeedPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2))
+        make_train_plan(
+            deepspeed_plugin=DeepSpeedPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2)
+        )
 
 
 @pytest.mark.parametrize(
@@ -102,10 +117,10 @@ def test_a_mesh_that_is_given_wins_over_a_switch_of_the_environment(monkeypatch,
     axis = next(iter(mesh)).removesuffix("_size")
 
     with pytest.warns(UserWarning, match=f"{ignored}: the mesh has {axis}"):
-        choice = choose(parallelism_config=ParallelismConfig(**mesh))
+        plan = make_train_plan(parallelism_config=ParallelismConfig(**mesh))
 
-    assert (choice.engine, choice.engine_reasons) == ("mesh", (*reasons, "parallelism_config"))
-    plugin = choice.plugins.get("fsdp_plugin")
+    assert (plan.engine, plan.reasons["engine"]) == ("mesh", (*reasons, "parallelism_config"))
+    plugin = plan.plugins.get("fsdp_plugin")
     assert plugin is None or plugin.fsdp_version == 2
 
 
@@ -115,55 +130,59 @@ def test_the_strategy_of_version_1_is_that_of_version_2(monkeypatch, variable, s
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv(variable, strategy)
     with pytest.warns(UserWarning, match="FSDP version 2 takes the place of version 1"):
-        choice = choose(parallelism_config=ParallelismConfig(dp_shard_size=2))
-    assert (choice.settings.fsdp_version, choice.settings.reshard_after_forward) == (2, frees)
+        plan = make_train_plan(parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert (plan.engine_settings.fsdp_version, plan.engine_settings.reshard_after_forward) == (2, frees)
 
 
 def test_a_strategy_that_version_2_lacks_is_an_error(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
     with pytest.raises(ValueError, match="with the strategy NO_SHARD: the mesh has dp_shard"):
-        choose(parallelism_config=ParallelismConfig(dp_shard_size=2))
+        make_train_plan(parallelism_config=ParallelismConfig(dp_shard_size=2))
 
 
 def test_no_engine_is_dropped_for_sequence_parallelism(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert choose(parallelism_config=ParallelismConfig(sp_size=2)).engine == "deepspeed"
+    assert make_train_plan(parallelism_config=ParallelismConfig(sp_size=2)).engine == "deepspeed"
     with pytest.raises(ValueError, match="dp_shard_size=2, over which FSDP shards"):
-        choose(parallelism_config=ParallelismConfig(sp_size=2, dp_shard_size=2))
+        make_train_plan(parallelism_config=ParallelismConfig(sp_size=2, dp_shard_size=2))
 
 
 def test_a_switch_stands_beside_a_mesh_that_its_engine_takes(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert choose(parallelism_config=ParallelismConfig(tp_size=2)).engine == "deepspeed"
+    assert make_train_plan(parallelism_config=ParallelismConfig(tp_size=2)).engine == "deepspeed"
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    choice = choose(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
-    assert (choice.settings.fsdp_version, choice.engine_reasons[0]) == (2, "ACCELERATE_USE_FSDP")
+    plan = make_train_plan(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert (plan.engine_settings.fsdp_version, plan.reasons["engine"][0]) == (2, "ACCELERATE_USE_FSDP")
 
 
 def test_sizes_and_precision_have_reasons_too(monkeypatch):
-    assert choose(parallelism_config=ParallelismConfig()).engine_reasons == ("parallelism_config",)
-    assert choose(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2)).engine_reasons == ("torch_tp_plugin",)
-    assert choose(mixed_precision="bf16").precision_reason == "mixed_precision"
+    assert make_train_plan(parallelism_config=ParallelismConfig()).reasons["engine"] == (
+        "parallelism_config",
+    )
+    assert make_train_plan(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2)).reasons["engine"] == (
+        "torch_tp_plugin",
+    )
+    assert make_train_plan(mixed_precision="bf16").reasons["mixed_precision"] == ("mixed_precision",)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert choose().precision_reason == "ACCELERATE_MIXED_PRECISION"
+    assert make_train_plan().reasons["mixed_precision"] == ("ACCELERATE_MIXED_PRECISION",)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     half = DeepSpeedPlugin({"bf16": {"enabled": True}})
-    assert choose(deepspeed_plugin=half).precision_reason == "DeepSpeed's configuration"
+    assert make_train_plan(deepspeed_plugin=half).reasons["mixed_precision"] == ("DeepSpeed's configuration",)
 
 
 @pytest.mark.parametrize("names", [*itertools.combinations(PLUGINS, 2)])
 def test_settings_of_two_engines_are_refused(names):
     with pytest.raises(ValueError, match=f"{names[0]} and {names[1]} ask for different engines"):
-        choose(**{name: PLUGINS[name]() for name in names})
+        make_train_plan(**{name: PLUGINS[name]() for name in names})
 
 
 @pytest.mark.parametrize("argument", PLUGINS)
 def test_settings_of_another_class_are_refused(argument):
     with pytest.raises(TypeError, match=f"{argument} takes a {PLUGINS[argument].__name__}"):
-        choose(**{argument: object()})
+        make_train_plan(**{argument: object()})
 
 
 @pytest.mark.parametrize(
@@ -172,9 +191,9 @@ def test_settings_of_another_class_are_refused(argument):
 )
 def test_shards_of_the_mesh_beside_another_engine_are_refused_by_what_was_given(argument, instead):
     config = ParallelismConfig(dp_shard_size=2, cp_size=3)
-    said = rf"dp_shard_size=2 and cp_size=3, .* beside {argument}, .*Leave it out \(.*{instead}"
+    said = rf"dp_shard_size=2 and cp_size=3, .* and {argument} asks .*Leave it out \(.*{instead}"
     with pytest.raises(ValueError, match=said) as error:
-        choose(parallelism_config=config, **{argument: PLUGINS[argument]()})
+        make_train_plan(parallelism_config=config, **{argument: PLUGINS[argument]()})
     assert "fsdp_plugin" not in str(error.value)
 
 
@@ -183,13 +202,13 @@ def test_engines_that_arrange_processes_themselves_take_no_mesh(kind):
     plugin = MegatronLMPlugin() if kind == "MEGATRON_LM" else None
     config = ParallelismConfig(tp_size=2)
     with pytest.raises(ValueError, match=rf"asks for tp, and the {kind} engine arranges.*Leave it out"):
-        choose(megatron_lm_plugin=plugin, parallelism_config=config).engine_on(DistributedType.XLA)
+        make_train_plan(megatron_lm_plugin=plugin, parallelism_config=config).on(on(DistributedType.XLA))
 
 
 @pytest.mark.parametrize("kind", list(DistributedType))
-def test_without_settings_the_processes_choose(kind):
+def test_without_settings_the_processes_make_train_plan(kind):
     expected = {"NO": "single", "XLA": "xla"}.get(kind.value, "ddp")
-    assert choose().engine_on(kind) == expected
+    assert make_train_plan().on(on(kind)).engine == expected
 
 
 @dataclass
@@ -204,13 +223,13 @@ def test_settings_of_another_package_win_over_the_environment(monkeypatch):
         monkeypatch.setenv(switch, "true")
     settings = Settings()
 
-    choice = choose(outside=settings)
+    plan = make_train_plan(external_settings=settings)
 
-    assert (choice.engine, choice.settings, choice.plugins) == ("elsewhere", settings, {})
-    assert choice.engine_reasons == ("Settings",)
-    assert choice.engine_on(DistributedType.XLA) == "elsewhere"
+    assert (plan.engine, plan.engine_settings, plan.plugins) == ("elsewhere", settings, {})
+    assert plan.reasons["engine"] == ("Settings",)
+    assert plan.on(on(DistributedType.XLA)).engine == "elsewhere"
     with pytest.raises(ValueError, match="fsdp_plugin and Settings ask for different engines"):
-        choose(outside=settings, fsdp_plugin=FullyShardedDataParallelPlugin())
+        make_train_plan(external_settings=settings, fsdp_plugin=FullyShardedDataParallelPlugin())
     with pytest.raises(TypeError, match=r"kwargs_handlers got Settings.*settings of an engine that another"):
         Accelerator(cpu=True, kwargs_handlers=[settings])
 
@@ -226,3 +245,22 @@ def test_a_package_may_not_name_its_engine_as_another_one(monkeypatch):
             engines.entry_point_engines()
     finally:
         engines.entry_point_engines.cache_clear()
+
+
+def test_accumulation_from_the_launcher_comes_before_the_argument():
+    plugin, of_three = GradientAccumulationPlugin(), GradientAccumulationPlugin(num_steps=3)
+    with patch_environment(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"):
+        assert make_train_plan(gradient_accumulation_steps=2).accumulation.num_steps == 4
+        assert make_train_plan(gradient_accumulation_plugin=plugin).accumulation.num_steps == 4
+        assert make_train_plan(gradient_accumulation_plugin=of_three).accumulation.num_steps == 3
+    assert make_train_plan(gradient_accumulation_steps=2).accumulation.num_steps == 2
+    assert make_train_plan(gradient_accumulation_plugin=plugin).accumulation.num_steps == 1
+
+
+def test_dynamo_backend_by_name_by_plugin_and_not_both():
+    assert make_train_plan(dynamo_backend="inductor").dynamo.backend == "INDUCTOR"
+    assert make_train_plan().dynamo.backend == "NO"
+    with pytest.raises(ValueError, match="pass one"):
+        make_train_plan(dynamo_backend="inductor", dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
+    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    assert make_train_plan(dynamo_plugin=plugin).dynamo is plugin

@@ -1,0 +1,454 @@
+"""How one Accelerator trains: decided once, from arguments before environment before defaults, with reasons.
+
+    plan = make_train_plan(fsdp_plugin=plugin)  # needs no process group
+    plan = plan.on(process)                     # adds what depends on the device and the number of processes
+    plan.engine, plan.reasons["engine"]         # "fsdp1", ("fsdp_plugin",)
+
+Nothing else decides: the Accelerator hands the plan down, and `AcceleratorState` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from accel_state import env
+from accel_state.devices.table import device_spec
+from accel_state.enums import DistributedType, PrecisionType
+from accel_state.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
+from accel_state.logging.warning import warn
+from accel_state.parallelism.config import ParallelismConfig
+
+if TYPE_CHECKING:
+    from accel_state.process.info import ProcessInfo
+
+# Returns the class of an argument's plugins, and imports it on first use.
+_PluginClass = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class _EngineArgument:
+    """An argument that takes the plugin of an engine."""
+
+    distributed_type: DistributedType
+    switch: str  # the variable that asks for the engine with a plugin from the environment
+
+
+# The arguments that choose an engine.
+_ENGINE_ARGUMENTS = {
+    "deepspeed_plugin": _EngineArgument(DistributedType.DEEPSPEED, "ACCELERATE_USE_DEEPSPEED"),
+    "fsdp_plugin": _EngineArgument(DistributedType.FSDP, "ACCELERATE_USE_FSDP"),
+    "megatron_lm_plugin": _EngineArgument(DistributedType.MEGATRON_LM, "ACCELERATE_USE_MEGATRON_LM"),
+}
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """The engine, precision, mesh, plugins and accumulation of an Accelerator, and the reasons for them.
+
+    Attributes:
+        engine: The engine's name, such as "ddp"; None until `on`, where the number of processes decides.
+        distributed_type: The engine as `Accelerator.distributed_type` names it; None until `on`, likewise.
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        plugins: The plugins by their argument; at most one of them chooses the engine.
+        engine_settings: What chose the engine: a plugin, a dict of DeepSpeed's, or the settings of an engine
+            of another package; None if nothing did.
+        torch_tp_plugin: The older way to give tp_size, as it was passed.
+        parallelism: The sizes of the mesh's axes; None without a mesh.
+        dynamo: How models are compiled.
+        accumulation: Micro-batches per optimizer step, and what goes with them.
+        device_placement: Whether prepared objects and batches go to the device.
+        reasons: The arguments and variables that decided "engine", "mixed_precision" and "accumulation"; an
+            empty tuple where the default did.
+    """
+
+    engine: str | None
+    distributed_type: DistributedType | None
+    mixed_precision: str
+    plugins: Mapping[str, Any]
+    engine_settings: Any
+    torch_tp_plugin: Any
+    parallelism: ParallelismConfig | None
+    dynamo: TorchDynamoPlugin
+    accumulation: GradientAccumulationPlugin
+    device_placement: bool
+    reasons: Mapping[str, tuple[str, ...]]
+
+    def on(self, process: ProcessInfo) -> TrainPlan:
+        """Return the plan for this process, with an engine.
+
+        Raises:
+            ValueError: If its device lacks the precision, or its engine takes no such mesh.
+        """
+        _check_precision(self.mixed_precision, process)
+        kind = process.distributed_type
+        engine, distributed_type = self.engine, self.distributed_type or kind
+        is_external = self.engine_settings is not None and not self.plugins
+        # XLA shards by itself: a plugin says how, and does not make it another engine.
+        if kind == DistributedType.XLA and not is_external:
+            engine, distributed_type = "xla", kind
+        if engine is None:
+            engine = "single" if kind == DistributedType.NO else "ddp"
+        _check_axes(engine, self.parallelism)
+        return replace(self, engine=engine, distributed_type=distributed_type)
+
+
+def make_train_plan(
+    *,
+    deepspeed_plugin: Any = None,
+    deepspeed_plugins: Any = None,
+    fsdp_plugin: Any = None,
+    megatron_lm_plugin: Any = None,
+    torch_tp_plugin: Any = None,
+    parallelism_config: ParallelismConfig | None = None,
+    mixed_precision: PrecisionType | str | None = None,
+    dynamo_backend: Any = None,
+    dynamo_plugin: TorchDynamoPlugin | None = None,
+    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+    device_placement: bool = True,
+    external_settings: Any = None,
+    plugin_class: _PluginClass | None = None,
+) -> TrainPlan:
+    """Decide how to train, from arguments, the environment and defaults.
+
+    A plugin that is passed chooses its engine, whatever the environment's switches say.
+
+    Args:
+        deepspeed_plugin: As the Accelerator's; so are all but the last two.
+        deepspeed_plugins: Several by name.
+        fsdp_plugin: A FullyShardedDataParallelPlugin.
+        megatron_lm_plugin: A MegatronLMPlugin.
+        torch_tp_plugin: A TorchTensorParallelPlugin.
+        parallelism_config: The sizes of the mesh's axes.
+        mixed_precision: The precision.
+        dynamo_backend: A backend of torch.compile by name.
+        dynamo_plugin: The options of torch.compile in full.
+        gradient_accumulation_steps: Micro-batches per optimizer step; 1 counts as not passed.
+        gradient_accumulation_plugin: The accumulation settings in full.
+        device_placement: Whether prepared objects and batches go to the device.
+        external_settings: The settings of an engine of another package, which have its name as `engine`.
+        plugin_class: Returns the class of an argument's plugins, which checks them and makes those that the
+            environment asks for. Without it, that is left to whoever made them.
+
+    Raises:
+        TypeError: If a plugin is of another engine's class.
+        ValueError: If a value is unknown, or arguments or variables contradict each other.
+    """
+    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        raise ValueError("Accelerator got deepspeed_plugin and deepspeed_plugins: pass one of them.")
+    passed = {
+        "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
+        "fsdp_plugin": fsdp_plugin,
+        "megatron_lm_plugin": megatron_lm_plugin,
+        "torch_tp_plugin": torch_tp_plugin,
+    }
+    if plugin_class is not None:
+        _check_plugins(passed, plugin_class)
+    plugins, parallelism, engine_reasons = _choose_plugin(
+        {name: passed[name] for name in _ENGINE_ARGUMENTS if passed[name] is not None},
+        torch_tp_plugin,
+        parallelism_config,
+        external_settings,
+        plugin_class or (lambda argument: lambda **settings: None),
+    )
+    engine = _name_engine(plugins, parallelism, external_settings)
+    _check_axes(engine, parallelism)
+    # DeepSpeed's own file may set the precision and the number of steps.
+    deepspeed = _first(plugins.get("deepspeed_plugin"))
+    precision, precision_reason = _resolve_precision(mixed_precision, deepspeed)
+    accumulation, accumulation_reason = _resolve_accumulation(
+        gradient_accumulation_steps, gradient_accumulation_plugin, deepspeed
+    )
+    return TrainPlan(
+        engine=engine,
+        distributed_type=next((_ENGINE_ARGUMENTS[name].distributed_type for name in plugins), None),
+        mixed_precision=precision,
+        plugins=MappingProxyType(plugins),
+        engine_settings=external_settings
+        if external_settings is not None
+        else next(iter(plugins.values()), None),
+        torch_tp_plugin=torch_tp_plugin,
+        parallelism=parallelism,
+        dynamo=_resolve_dynamo(dynamo_backend, dynamo_plugin),
+        accumulation=accumulation,
+        device_placement=device_placement,
+        reasons=MappingProxyType(
+            {
+                "engine": tuple(engine_reasons),
+                "mixed_precision": precision_reason,
+                "accumulation": accumulation_reason,
+            }
+        ),
+    )
+
+
+# The engine
+
+
+def _check_plugins(passed: Mapping[str, Any], plugin_class: _PluginClass) -> None:
+    for argument, value in passed.items():
+        if value is None:
+            continue
+        kind, may_be_dict = plugin_class(argument), argument == "deepspeed_plugin"
+        for plugin in value.values() if may_be_dict and isinstance(value, dict) else [value]:
+            if not isinstance(plugin, kind):
+                or_dict = ", or a dict of them" if may_be_dict else ""
+                raise TypeError(f"{argument} takes a {kind.__name__}{or_dict}, not {plugin!r}.")
+
+
+def _choose_plugin(
+    plugins: dict[str, Any],
+    tensor_plugin: Any,
+    parallelism_config: ParallelismConfig | None,
+    external_settings: Any,
+    plugin_class: _PluginClass,
+) -> tuple[dict[str, Any], ParallelismConfig | None, list[str]]:
+    """The one plugin that chooses the engine, if any, the mesh, and the reasons for both."""
+    reasons = [*plugins, *([] if external_settings is None else [type(external_settings).__name__])]
+    is_passed = bool(reasons)
+    # An argument wins over every switch: a program may be started with those of another one.
+    if not is_passed:
+        plugins = {
+            name: plugin_class(name)() for name, item in _ENGINE_ARGUMENTS.items() if env.get(item.switch)
+        }
+        reasons = [_ENGINE_ARGUMENTS[name].switch for name in plugins]
+    if len(reasons) > 1:
+        raise ValueError(
+            f"{' and '.join(reasons)} request different engines, and a model is trained by one. Leave all "
+            "but one out."
+        )
+    parallelism = _mesh_sizes(parallelism_config, tensor_plugin)
+    # An argument wins over the environment's sizes, too.
+    if is_passed and parallelism_config is None and "fsdp_plugin" not in plugins:
+        parallelism = _drop_env_mesh(parallelism, reasons[0], tensor_plugin)
+    elif not is_passed and (parallelism_config is not None or tensor_plugin is not None):
+        plugins, reasons = _reconcile_env_plugin(parallelism, plugins, reasons)
+    # Axes of shards mean FSDP. Version 2, as version 1 has no mesh.
+    if parallelism is not None and parallelism.dp_shard_cp_dim_names and "fsdp_plugin" not in plugins:
+        if reasons:
+            raise ValueError(_fsdp_conflict_message(parallelism, reasons[0], next(iter(plugins), None)))
+        plugins = {"fsdp_plugin": plugin_class("fsdp_plugin")(fsdp_version=2)}
+    return plugins, parallelism, [*reasons, *_mesh_reasons(parallelism_config, tensor_plugin, parallelism)]
+
+
+def _first(plugins: Any) -> Any:
+    """The first of several DeepSpeed plugins."""
+    if not isinstance(plugins, dict):
+        return plugins
+    if not plugins:
+        raise ValueError("deepspeed_plugin is an empty dictionary; pass at least one plugin, or None.")
+    return next(iter(plugins.values()))
+
+
+def _name_engine(
+    plugins: Mapping[str, Any], parallelism: ParallelismConfig | None, external_settings: Any
+) -> str | None:
+    """The engine of the settings, or of the mesh's axes alone; None: the number of processes decides."""
+    if "deepspeed_plugin" in plugins:
+        return "deepspeed"
+    if "megatron_lm_plugin" in plugins:
+        return "megatron_lm"
+    if "fsdp_plugin" in plugins:
+        if getattr(plugins["fsdp_plugin"], "fsdp_version", 1) != 1:
+            return "mesh"
+        if parallelism is not None and parallelism.active_mesh_dims:
+            raise ValueError(
+                f"parallelism_config arranges {', '.join(parallelism.active_mesh_dims)}, and fsdp_version=1 "
+                "has no mesh. Set FullyShardedDataParallelPlugin(fsdp_version=2)."
+            )
+        return "fsdp1"
+    if external_settings is not None:
+        return str(external_settings.engine)
+    # Tensor parallelism alone has no plugin: its axis asks for the engine.
+    return "mesh" if parallelism is not None and parallelism.tp_enabled else None
+
+
+# The mesh
+
+
+def _mesh_sizes(
+    config: ParallelismConfig | None, tensor_plugin: Any, *, reads_environment: bool | None = None
+) -> ParallelismConfig | None:
+    """The sizes that were passed, or those of the environment where the launcher says to use them."""
+    if reads_environment is None:
+        reads_environment = bool(env.get("ACCELERATE_USE_PARALLELISM_CONFIG"))
+    if config is None and reads_environment:
+        config = ParallelismConfig()
+    return config if tensor_plugin is None else tensor_plugin.complete(config)
+
+
+def _drop_env_mesh(
+    config: ParallelismConfig | None, reason: str, tensor_plugin: Any
+) -> ParallelismConfig | None:
+    """The environment's mesh, unless FSDP shards over it and an argument asks for another engine."""
+    if config is None or not config.dp_shard_cp_dim_names:
+        return config
+    warn(
+        f"ACCELERATE_USE_PARALLELISM_CONFIG is ignored: the environment has {_shard_sizes(config)}, over "
+        f"which FSDP shards models, and {reason} asks for another engine. Unset it, or leave {reason} out."
+    )
+    return _mesh_sizes(None, tensor_plugin, reads_environment=False)
+
+
+def _reconcile_env_plugin(
+    config: ParallelismConfig | None, plugins: dict[str, Any], reasons: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The environment's plugin and its switch, unless its engine takes no mesh such as an argument has."""
+    name, plugin = next(iter(plugins.items()), (None, None))
+    if config is None or plugin is None:
+        return plugins, reasons
+    axes = config.dp_shard_cp_dim_names if name == "deepspeed_plugin" else config.active_mesh_dims
+    # Sequence parallelism is DeepSpeed's alone: to drop an engine for it would leave none.
+    if not axes or config.sp_enabled:
+        return plugins, reasons
+    mesh = f"the mesh has {', '.join(axes)}"
+    if name != "fsdp_plugin":
+        warn(f"{reasons[0]} is ignored: {mesh}, which that engine does not train on.")
+        return {}, []
+    if plugin.fsdp_version != 1:
+        return plugins, reasons
+    strategy = plugin.reshard_after_forward.name
+    if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ValueError(
+            f"{reasons[0]} asks for version 1 of FSDP with the strategy {strategy}: {mesh}, which version 1 "
+            "does not train on, and version 2 has no such strategy. Set FSDP_SHARDING_STRATEGY to FULL_SHARD "
+            "or SHARD_GRAD_OP, or leave the mesh out."
+        )
+    # Version 1 is also what stands where nobody chose a version.
+    warn(f"FSDP version 2 takes the place of version 1: {mesh}, which version 1 does not train on.")
+    return {name: type(plugin)(fsdp_version=2, reshard_after_forward=strategy == "FULL_SHARD")}, reasons
+
+
+def _check_axes(engine: str | None, config: ParallelismConfig | None) -> None:
+    if config is None or engine == "deepspeed":
+        return
+    if config.active_mesh_dims and engine in ("megatron_lm", "xla"):
+        raise ValueError(
+            f"parallelism_config asks for {', '.join(config.active_mesh_dims)}, and the {engine.upper()} "
+            "engine arranges processes by itself. Leave it out; under Megatron-LM MegatronLMPlugin has "
+            "tp_degree, pp_degree and context_parallel_size."
+        )
+    if config.sp_enabled:
+        raise ValueError(
+            f"sp_size={config.sp_size}: sequence parallelism is DeepSpeed's (Ulysses). Pass a "
+            "DeepSpeedPlugin too (accel launch --use_deepspeed), or set cp_size."
+        )
+
+
+def _fsdp_conflict_message(config: ParallelismConfig, reason: str, argument: str | None) -> str:
+    instead = {
+        "deepspeed_plugin": " (zero_stage says what is sharded over all processes, and sp_size splits "
+        "sequences)",
+        "megatron_lm_plugin": " (use_distributed_optimizer and context_parallel_size are its own settings)",
+    }.get(str(argument), "")
+    return (
+        f"parallelism_config has {_shard_sizes(config)}, over which FSDP shards models, and {reason} asks "
+        f"for another engine. Leave it out{instead}, or train without {reason}."
+    )
+
+
+def _shard_sizes(config: ParallelismConfig) -> str:
+    """The axes that FSDP shards over; processes that split sequences (cp) hold shards of parameters too."""
+    names = config.dp_shard_cp_dim_names
+    return " and ".join(f"{name}_size={getattr(config, f'{name}_size')}" for name in names)
+
+
+def _mesh_reasons(config: Any, tensor_plugin: Any, decided: Any) -> list[str]:
+    reasons = [] if tensor_plugin is None else ["torch_tp_plugin"]
+    if config is not None:
+        reasons.append("parallelism_config")
+    elif decided is not None and tensor_plugin is None:
+        reasons.append("ACCELERATE_USE_PARALLELISM_CONFIG")
+    return reasons
+
+
+# Precision, accumulation, compilation
+
+
+def _resolve_precision(value: Any, deepspeed: Any) -> tuple[str, tuple[str, ...]]:
+    if value is not None:
+        return parse_precision(value), ("mixed_precision",)
+    variable = "ACCELERATE_MIXED_PRECISION"
+    named = env.get(variable)
+    # A launcher writes "no" where nothing was asked for.
+    configured = None if deepspeed is None or named != "no" else deepspeed.configured_precision()
+    if configured is not None:
+        return configured, ("DeepSpeed's configuration",)
+    return named, (variable,) if env.is_set(variable) and named else ()
+
+
+def parse_precision(value: PrecisionType | str) -> str:
+    """Return a precision's name.
+
+    Raises:
+        ValueError: If it is unknown; the message lists those there are.
+    """
+    try:
+        return str(PrecisionType(value))
+    except ValueError:
+        raise ValueError(
+            f"mixed_precision={value!r} is unknown; allowed: {', '.join(PrecisionType.list())}."
+        ) from None
+
+
+def _check_precision(precision: str, process: ProcessInfo) -> None:
+    # fp8 is not autocast's: the library that runs it says whether the hardware will do.
+    hardware = device_spec(process.device)
+    # "no" needs nothing.
+    if precision not in (PrecisionType.BF16, PrecisionType.FP16) or hardware.has_autocast(precision):
+        return
+    # What the type has, and this very device too: not every GPU computes in bf16.
+    others = [other for other in sorted(hardware.autocast_dtypes) if hardware.has_autocast(other)]
+    raise ValueError(
+        f"mixed_precision={precision!r} is not available on {process.device}; allowed here: "
+        f"{', '.join(['no', *others])}. Pass one of these to the Accelerator, to ACCELERATE_MIXED_PRECISION "
+        "or to accel launch --mixed_precision."
+    )
+
+
+def _resolve_accumulation(
+    steps: int, plugin: GradientAccumulationPlugin | None, deepspeed: Any
+) -> tuple[GradientAccumulationPlugin, tuple[str, ...]]:
+    """The settings, and what decided the number: the launcher's flag wins over the argument."""
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                f"Accelerator got gradient_accumulation_steps={steps} and a gradient_accumulation_plugin: "
+                f"pass one of them (the plugin's num_steps is the same setting)."
+            )
+        if plugin.num_steps is not None:
+            return plugin, ("gradient_accumulation_plugin",)
+        number = env.get(variable)
+        return replace(plugin, num_steps=number or 1), (variable,) if number else ()
+    # As documented: the launcher's flag changes scripts that pass a number.
+    if env.is_set(variable):
+        return GradientAccumulationPlugin(num_steps=check_accumulation_steps(env.get(variable))), (variable,)
+    reason: tuple[str, ...] = () if steps == 1 else ("gradient_accumulation_steps",)
+    configured = None if deepspeed is None else deepspeed.configured_steps()
+    # 1 is the argument's default, and so counts as not passed.
+    if steps == 1 and configured is not None:
+        steps, reason = configured, ("DeepSpeed's configuration",)
+    return GradientAccumulationPlugin(num_steps=check_accumulation_steps(steps)), reason
+
+
+def check_accumulation_steps(steps: Any) -> int:
+    """Return the number of accumulation steps.
+
+    Raises:
+        ValueError: If it is not a positive integer.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:  # True is an int
+        raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
+    return steps
+
+
+def _resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    if backend is not None and plugin is not None:
+        raise ValueError("Accelerator got dynamo_backend and dynamo_plugin: pass one of them.")
+    if plugin is not None:
+        return plugin
+    return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)

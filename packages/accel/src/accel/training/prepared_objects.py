@@ -1,0 +1,130 @@
+"""What was prepared, and from what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+if TYPE_CHECKING:
+    from accel_optim.scheduler import AcceleratedScheduler
+
+
+@dataclass(frozen=True)
+class _Record:
+    original: Callable[[], Any]  # a weak reference: a loader must not keep what it was made from
+    prepared: Any
+    settings: Any
+
+
+@dataclass(eq=False)
+class PreparedObjects:
+    """The objects that one Accelerator has prepared. Whoever prepares one records it; a query changes nothing.
+
+    Attributes:
+        models: The prepared models, in order; likewise `optimizers`, `schedulers` and `loaders`.
+        optimizers: The prepared optimizers.
+        schedulers: The prepared schedulers.
+        loaders: The prepared loaders.
+    """
+
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    _records: list[_Record] = field(default_factory=list, repr=False)
+
+    def find(self, original: Any, settings: Any = None) -> Any:
+        """Return what an object is now that it is prepared.
+
+        Args:
+            original: An object that was passed to `prepare`, or the result; a model also as `torch.compile`
+                made it, an optimizer or scheduler also as the one inside of its wrapper.
+            settings: For a loader, those that it is to be prepared with; None for any.
+
+        Returns:
+            The prepared object, which may be `original` itself; None if it is not prepared.
+        """
+        if isinstance(original, torch.nn.Module):
+            return self._find_model(original)
+        inner = _inner(original)
+        for prepared in (*self.optimizers, *self.schedulers):
+            if prepared is original or _inner(prepared) is inner:
+                return prepared
+        for record in self._records:
+            # PrepareRequest again with other settings, it is another loader.
+            matches = settings is None or record.settings == settings
+            if matches and any(item is original for item in (record.original(), record.prepared)):
+                return record.prepared
+        return next((loader for loader in self.loaders if loader is original and settings is None), None)
+
+    def record(self, kind: str, original: Any, prepared: Any, settings: Any = None) -> None:
+        """Record that an object was prepared.
+
+        Args:
+            kind: The list that it belongs to: "models", "optimizers", "schedulers" or "loaders".
+            original: The object that was passed.
+            prepared: What it became.
+            settings: What it was prepared with.
+        """
+        registered: list[Any] = getattr(self, kind)
+        if not any(item is prepared for item in registered):
+            registered.append(prepared)
+        self._records.append(_Record(_reference(original), prepared, settings))
+
+    def replace(self, kind: str, index: int, prepared: Any) -> None:
+        """Record that a prepared object was wrapped once more.
+
+        Args:
+            kind: Its list.
+            index: Its place there.
+            prepared: What it is now.
+        """
+        registered: list[Any] = getattr(self, kind)
+        before, registered[index] = registered[index], prepared
+        self._records = [
+            _Record(item.original, prepared, item.settings) if item.prepared is before else item
+            for item in self._records
+        ]
+
+    def clear(self) -> None:
+        """Forget everything; in place, as the engine and its loaders hold the same lists."""
+        for registered in (self.models, self.optimizers, self.schedulers, self.loaders, self._records):
+            registered.clear()  # type: ignore[attr-defined]
+
+    def _find_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        plain = _plain(model)
+        for record in self._records:
+            original = record.original()
+            if isinstance(original, torch.nn.Module) and _plain(original) is plain:
+                return record.prepared  # type: ignore[no-any-return]
+        return next((item for item in self.models if item is model or _plain(item) is plain), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references cannot be pickled, and what is prepared is found by itself in a copy.
+        return {**vars(self), "_records": []}
+
+
+def _inner(item: Any) -> Any:
+    """The optimizer or scheduler inside of its wrapper, or the object itself."""
+    inner = (
+        getattr(item, "optimizer", None)
+        if hasattr(item, "param_groups")
+        else getattr(item, "scheduler", None)
+    )
+    return item if inner is None else inner
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of what torch.compile made of it."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _reference(item: Any) -> Callable[[], Any]:
+    try:
+        return ref(item)
+    except TypeError:  # a few classes have no weak references
+        return lambda: item

@@ -1,0 +1,108 @@
+"""The glossary holds: no public name has a word that it bans, and each of its terms names something.
+
+docs/glossary.md has two tables. In the one under "Terms", the third column names what the term stands for: an
+importable object (`accel_optim.window.Window`) or a file of the repository (`docs/seam.md`). In the one under
+"Words that no name has", the first column lists the banned words.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from repo_checks.tree import Module
+
+__all__ = ["banned_words", "check_terms", "check_words"]
+
+
+def banned_words(glossary: str) -> set[str]:
+    """Return the words of the second table."""
+    rows = _rows(glossary, "Words that no name has")
+    return {word for row in rows for word in re.findall(r"`(\w+)`", row[0])}
+
+
+def check_terms(glossary: str, root: Path) -> list[str]:
+    """Return the terms that name nothing: no importable object, and no file below `root`."""
+    problems = []
+    for term, _, places, *_ in _rows(glossary, "Terms"):
+        names = re.findall(r"`([^`]+)`", places)
+        if not names:
+            problems.append(f"the glossary's {term!r} names no class, function or file")
+        problems += [
+            f"the glossary's {term!r} names {name}, which is not there"
+            for name in names
+            if not (root / name).exists() and not _is_importable(name)
+        ]
+    return problems
+
+
+def check_words(modules: Iterable[Module], banned: set[str]) -> list[str]:
+    """Return the public modules, classes, functions, methods and parameters with a banned word."""
+    problems = []
+    for module in modules:
+        for name in _public_names(module.name, import_module(module.name)):
+            last = name.rpartition(".")[2]
+            problems += [
+                f"{module.path}: {name} has the word {word!r}; see docs/glossary.md"
+                for word in sorted(_words(last) & banned)
+            ]
+    return problems
+
+
+def _rows(glossary: str, heading: str) -> list[list[str]]:
+    """The rows of the table under a heading, without its first two lines."""
+    section = glossary.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def _is_importable(name: str) -> bool:
+    """Whether a dotted name leads to an object: a module, and attributes in it."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for attribute in parts[end:]:
+            # A dataclass's field without a default is no attribute.
+            if not hasattr(found, attribute) and attribute not in getattr(found, "__dataclass_fields__", ()):
+                return False
+            found = getattr(found, attribute, None)
+        return True
+    return False
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name: `GradientSync` and `parameter_owner` have the same two."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def _public_names(module_name: str, loaded: ModuleType) -> Iterator[str]:
+    yield module_name
+    for name, value in vars(loaded).items():
+        is_here = getattr(value, "__module__", None) == loaded.__name__
+        if name.startswith("_") or not is_here or not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        yield f"{module_name}.{name}"
+        if inspect.isfunction(value):
+            yield from _parameters(f"{module_name}.{name}", value)
+            continue
+        for member, attribute in vars(value).items():
+            if member.startswith("_"):
+                continue
+            yield f"{module_name}.{name}.{member}"
+            function = inspect.unwrap(getattr(attribute, "__func__", attribute))
+            if inspect.isfunction(function):
+                yield from _parameters(f"{module_name}.{name}.{member}", function)
+
+
+def _parameters(name: str, function: Any) -> Iterator[str]:
+    for parameter in inspect.signature(function).parameters:
+        if not parameter.startswith("_"):
+            yield f"{name}.{parameter}"
