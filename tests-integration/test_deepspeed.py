@@ -197,7 +197,7 @@ def with_a_callable() -> tuple[list[float], int]:
     for _ in range(3):
         rates.append(scheduler.get_last_lr()[0])
         trained(accelerator, model, optimizer, iter([(x, y)]), 1, scheduler)
-    return rates, len(accelerator.run.schedulers)
+    return rates, len(accelerator.run.prepared.schedulers)
 
 
 def test_a_stand_in_can_bring_the_schedule(world):

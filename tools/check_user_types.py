@@ -1,7 +1,7 @@
 """Check that types carry through the public interface, with mypy and with pyright.
 
-Both look at `tools/user_types/right.py`, in which they may find nothing, and at `mistakes.py`, in which they have
-to find an error in each line that ends with `# wrong`, and in no other one.
+Both look at `tools/user_types/right.py`, in which they may find nothing, and at `mistakes.py`, in which they
+have to find an error in each line that ends with `# wrong`, and in no other one.
 
 Run from anywhere: `python tools/check_user_types.py`, with the packages, mypy and basedpyright installed.
 """
@@ -21,7 +21,15 @@ _FOLDER = Path(__file__).parent / "user_types"
 
 
 def _mypy(file: Path) -> dict[int, str]:
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-error-summary",
+        "--show-absolute-path",
+        str(file),
+    ]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = re.finditer(rf"^{re.escape(str(file))}:(\d+): error: (.*)$", output, re.MULTILINE)
     return {int(match[1]): match[2] for match in found}

@@ -1,4 +1,4 @@
-"""A user's script with mistakes: each line that ends with `# wrong` has to be an error. Checked, never run."""
+"""A user's script with mistakes: each line that ends with `# wrong` is an error. Checked, never run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ accelerator = Accelerator()
 net = torch.nn.Linear(2, 1)
 sgd = torch.optim.SGD(net.parameters(), lr=0.1)
 model, optimizer = accelerator.prepare(net, sgd)
-model.param_groups  # wrong
+optimizer.parameters()  # wrong
 only = accelerator.prepare(net, sgd, net)[3]  # wrong
 accelerator.reduce(torch.ones(2), reduction="average")  # wrong
 accelerator.backward("loss")  # wrong

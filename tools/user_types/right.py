@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import assert_type
 
 from accel import Accelerator
@@ -20,6 +20,17 @@ class Net(torch.nn.Module):
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+
+class Rows(Dataset[Batch]):
+    """Inputs of shape (2,) and targets of shape (1,)."""
+
+    def __getitem__(self, index: int) -> Batch:
+        return torch.ones(2), torch.ones(1)
+
+    def __len__(self) -> int:
+        return 4
+
+
 accelerator = Accelerator(
     mixed_precision="bf16", gradient_accumulation_steps=2, dynamo_backend="inductor", log_with=["tensorboard"]
 )
@@ -27,7 +38,7 @@ Accelerator(mixed_precision=PrecisionType.BF16, dynamo_backend=DynamoBackend.EAG
 
 net = Net()
 sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-data: DataLoader[Batch] = DataLoader(TensorDataset(torch.ones(4, 2)))
+data: DataLoader[Batch] = DataLoader(Rows(), batch_size=2)
 steps = torch.optim.lr_scheduler.StepLR(sgd, 1)
 
 assert_type(accelerator.prepare(net), Net)

@@ -176,8 +176,12 @@ def test_the_readmes_error_is_the_real_one():
 
 @pytest.mark.parametrize(
     ("literal", "enum"),
-    [("PrecisionName", "PrecisionType"), ("RNGTypeName", "RNGType"), ("LoggerName", "LoggerType")]
-    + [("DynamoBackendName", "DynamoBackend")],
+    [
+        ("PrecisionName", "PrecisionType"),
+        ("RNGTypeName", "RNGType"),
+        ("LoggerName", "LoggerType"),
+        ("DynamoBackendName", "DynamoBackend"),
+    ],
 )
 def test_literals_are_the_values_of_enumerations(literal, enum):
     named = set(typing.get_args(getattr(load("literals"), literal)))

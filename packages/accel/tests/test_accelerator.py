@@ -270,7 +270,7 @@ def test_free_memory_forgets_everything_prepared():
     assert model is None
     assert optimizer is None
     assert accelerator.step == 0
-    assert accelerator.run.models == accelerator.run.optimizers == []
+    assert accelerator.run.prepared.models == accelerator.run.prepared.optimizers == []
     assert accelerator.clear() == []
 
 

@@ -364,7 +364,7 @@ def check_late_wrapping() -> None:
         model = accelerator.prepare(raw)
         assert isinstance(model, DistributedDataParallel)
         assert accelerator.prepare(raw) is accelerator.prepare(model) is model
-    assert len(accelerator.run.models) == 2
+    assert len(accelerator.run.prepared.models) == 2
 
 
 def test_a_model_that_begins_to_train_is_wrapped_when_it_is_prepared_again(world):

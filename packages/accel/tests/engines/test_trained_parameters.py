@@ -190,7 +190,11 @@ def test_walking_nested_data_keeps_nothing():
 
 def run(copied: Any) -> list[float]:
     """Train two epochs with the objects that an Accelerator holds itself."""
-    (model,), (optimizer,), (scheduler,) = copied.run.models, copied.run.optimizers, copied.run.schedulers
+    (model,), (optimizer,), (scheduler,) = (
+        copied.run.prepared.models,
+        copied.run.prepared.optimizers,
+        copied.run.prepared.schedulers,
+    )
     losses = []
     for _ in range(2):
         for batch in copied._dataloaders[0]:
@@ -222,7 +226,7 @@ def test_a_copy_trains_as_the_accelerator_does(way, in_loop, precision):
         copied = way(accelerator)
     Accelerator(gradient_accumulation_steps=7)  # the newest, which the copy does not follow
 
-    assert copied.run.models[0] is not accelerator.run.models[0]
+    assert copied.run.prepared.models[0] is not accelerator.run.prepared.models[0]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*lr_scheduler.step.. before .optimizer.step")  # of copies
         assert run(copied) == run(accelerator)

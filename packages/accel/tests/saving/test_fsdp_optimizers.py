@@ -286,7 +286,7 @@ def load_other_groups(folder: str, layout: str, kind: str) -> None:
     parameters = list(model.parameters())
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 8.0}]
     optimizer = accelerator.prepare(torch.optim.SGD(groups, lr=4.0))
-    accelerator.run.optimizers.pop(0)
+    accelerator.run.prepared.optimizers.pop(0)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)))
     before = account(optimizer), schedule.state_dict()
     with warnings.catch_warnings(record=True) as told:

@@ -49,8 +49,8 @@ def test_preparing_twice_is_preparing_once():
     assert from_raw[0] is once[0]
     assert from_raw[1] is once[1]
     assert from_raw[2] is once[3]
-    assert (len(accelerator.run.models), len(accelerator.run.optimizers)) == (1, 1)
-    assert (len(accelerator.run.schedulers), len(accelerator.run.loaders)) == (1, 1)
+    assert (len(accelerator.run.prepared.models), len(accelerator.run.prepared.optimizers)) == (1, 1)
+    assert (len(accelerator.run.prepared.schedulers), len(accelerator.run.prepared.loaders)) == (1, 1)
 
 
 def test_a_prepared_model_says_so():
@@ -124,11 +124,11 @@ def test_one_loader_is_prepared_once_for_each_way():
     uneven = accelerator.prepare(raw)
     assert uneven is not loader
     assert accelerator.prepare(raw) is uneven
-    assert len(accelerator.run.loaders) == 3
-    assert Accelerator().prepare(raw) not in accelerator.run.loaders
+    assert len(accelerator.run.prepared.loaders) == 3
+    assert Accelerator().prepare(raw) not in accelerator.run.prepared.loaders
     accelerator.free_memory()
     assert accelerator.prepare(raw) not in (loader, uneven)
-    assert len(accelerator.run.loaders) == 1
+    assert len(accelerator.run.prepared.loaders) == 1
 
 
 def test_loaders_have_the_same_orders_after_free_memory():
@@ -153,7 +153,7 @@ def test_one_object_given_twice_in_a_call_is_prepared_once():
 
     assert a is b
     assert c is d
-    assert (len(accelerator.run.models), len(accelerator.run.optimizers)) == (1, 1)
+    assert (len(accelerator.run.prepared.models), len(accelerator.run.prepared.optimizers)) == (1, 1)
 
 
 def test_single_object_comes_back_bare_and_each_kind_has_its_method():
@@ -230,7 +230,7 @@ def test_a_wrapper_with_methods_of_the_users_is_refused():
     model, optimizer, *_ = make()
     with pytest.raises(TypeError, match=r"got a Counting, a subclass of Accelerated.* `\.optimizer`"):
         accelerator.prepare(model, Counting(optimizer))
-    assert (accelerator.run.models, accelerator.run.optimizers) == ([], [])
+    assert (accelerator.run.prepared.models, accelerator.run.prepared.optimizers) == ([], [])
 
 
 def test_asking_for_an_optimizer_prepares_none():
@@ -238,7 +238,7 @@ def test_asking_for_an_optimizer_prepares_none():
     own = AcceleratedOptimizer(make()[1])
     with pytest.raises(ValueError, match="not prepared"):
         accelerator.unscale_gradients(own)
-    assert accelerator.run.optimizers == []
+    assert accelerator.run.prepared.optimizers == []
 
 
 def test_a_scheduler_follows_its_own_optimizer_whichever_is_prepared_first():

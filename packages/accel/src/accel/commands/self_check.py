@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,8 +65,9 @@ def _check_sharding(accelerator: Accelerator) -> None:
     """Every sample of a loader comes once, also with uneven batches, and in the same shuffled order."""
     samples = _BATCH * accelerator.num_processes * 3 + 1  # the last step is not full
     for shuffle in (False, True):
+        data: Any = range(samples)
         loader = accelerator.prepare(
-            torch.utils.data.DataLoader(range(samples), batch_size=_BATCH, shuffle=shuffle)  # type: ignore[arg-type]
+            torch.utils.data.DataLoader[torch.Tensor](data, batch_size=_BATCH, shuffle=shuffle)
         )
         seen = [sample for batch in loader for sample in accelerator.gather_for_metrics(batch).tolist()]
         _expect(sorted(seen) == list(range(samples)), f"shuffle={shuffle}: samples came as {seen}")
@@ -131,7 +133,7 @@ def _train(accelerator: Accelerator) -> Iterator[float]:
 
 
 def _continue(accelerator: Accelerator, first: int) -> Iterator[float]:
-    model, optimizer = accelerator.run.models[-1], accelerator.run.optimizers[-1]
+    model, optimizer = accelerator.run.prepared.models[-1], accelerator.run.prepared.optimizers[-1]
     x, y = _samples(_BATCH * accelerator.num_processes, accelerator.device)
     for step in range(first, _STEPS):
         start = (step * accelerator.num_processes + accelerator.process_index) * _BATCH

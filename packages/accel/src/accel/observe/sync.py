@@ -31,7 +31,7 @@ def verify_sync(
     Raises:
         DistributedOperationException: On every process, if something differs.
     """
-    states, chosen = run.engine.states, models or run.models
+    states, chosen = run.engine.states, models or run.prepared.models
     # Those of a pipeline have other layers on each process.
     left_out = [model for model in chosen if not states.has_all_names(model)]
     names = sync.verify_sync(
@@ -50,8 +50,8 @@ def verify_before_save(run: Run, process: ProcessInfo) -> None:
     Buffers and random generators may differ in correct training: running statistics of batch norm, and seeds
     that are the process's own.
     """
-    if not process.debug or process.world_size == 1 or not run.models:
+    if not process.debug or process.world_size == 1 or not run.prepared.models:
         return
     # Replicas of LocalSGD are apart between its averages.
     if not getattr(run.engine.gradient_sync, "may_differ", False):
-        verify_sync(run, run.models, buffers=False, rng=False)
+        verify_sync(run, run.prepared.models, buffers=False, rng=False)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.observe.base import observed
 from accel.saving.per_rank_buffers import read_per_rank_buffers, set_per_rank_buffers
 from accel.saving.save import checkpoints_root, free_number, models_for_hooks, sharded_models_and_optimizers
 from accel.training.gradients import drop_gradients, has_gradients
@@ -35,7 +36,7 @@ def load_state(
     missing_ok: bool = False,
     **options: Any,
 ) -> bool:
-    """Restore a checkpoint; every process calls it.
+    """See `Accelerator.load_state`: restores a checkpoint.
 
     Without a folder, the newest automatically named checkpoint whose files match its manifest is restored;
     damaged ones are skipped on all processes, with a warning.
@@ -59,6 +60,20 @@ def load_state(
         FileNotFoundError: If there is no checkpoint in it.
         CheckpointError: If it is damaged, or differs from the objects.
     """
+    with observed(run, "loading"):
+        return _restore(run, input_dir, load_kwargs, strict, verify, map_location, missing_ok, options)
+
+
+def _restore(
+    run: Run,
+    input_dir: str | None,
+    load_kwargs: dict[str, Any] | None,
+    strict: bool | None,
+    verify: bool,
+    map_location: Any,
+    missing_ok: bool,
+    options: dict[str, Any],
+) -> bool:
     # The save in the background may be the one to load, and reads the state that is overwritten here.
     thread.wait()
     input_dir = output_path(input_dir)
@@ -83,7 +98,7 @@ def load_state(
 
     if run.load_hooks:
         # Everything that does not depend on hooks is checked first, as what they load cannot be undone.
-        rest = Objects([], [], run.schedulers, run.loaders, run.scaler, run.registered)
+        rest = Objects([], [], run.prepared.schedulers, run.prepared.loaders, run.scaler, run.registered)
         skip = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
         restore(
             reader,
@@ -98,21 +113,23 @@ def load_state(
     run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
     kept_ids = {id(model) for model in remaining}
     skipped = {index for index, model in enumerate(hook_models) if id(model) not in kept_ids}
-    optimizers = [item for item in run.optimizers if not engine.states.has_native_checkpoint(item)]
+    optimizers = [item for item in run.prepared.optimizers if not engine.states.has_native_checkpoint(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reader.names)
     # Models whose weights the engine reads from its own files are not for `restore`.
-    native = {index for index, model in enumerate(run.models) if engine.states.has_native_checkpoint(model)}
+    native = {
+        index for index, model in enumerate(run.prepared.models) if engine.states.has_native_checkpoint(model)
+    }
     models = {
         index: engine.states.model_to_load(model)
-        for index, model in enumerate(run.models)
+        for index, model in enumerate(run.prepared.models)
         if index not in native and not in_parts
     }
     objects = Objects(
         [model for index, model in models.items() if index not in skipped],
         [] if in_parts else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
-        run.schedulers,
-        run.loaders,
+        run.prepared.schedulers,
+        run.prepared.loaders,
         run.scaler,
         run.registered,
         _sharded_objects(run, skipped) if in_parts else None,
@@ -168,7 +185,7 @@ def _files_of_hooks(run: Run, skipped: Collection[int]) -> set[str]:
     if not run.load_hooks:
         return set()
     # For full weights, hooks are assumed to remove models from the end of the list, as `pop()` does.
-    last = range(len(run.models) - len(skipped), len(run.models))
+    last = range(len(run.prepared.models) - len(skipped), len(run.prepared.models))
     return {
         "other",
         *(name for index in last for name in file_names.model_files(index)),

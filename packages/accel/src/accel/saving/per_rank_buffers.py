@@ -61,7 +61,7 @@ def set_per_rank_buffers(run: Run, state: Mapping[str, torch.Tensor]) -> None:
 
 def _buffers(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the saved, unsharded buffers of prepared models, by names that all engines share."""
-    for index, model in enumerate(run.models):
+    for index, model in enumerate(run.prepared.models):
         inner = run.engine.unwrap_model(model, keep_torch_compile=False)
         for path, module in inner.named_modules():
             for name, buffer in module._buffers.items():

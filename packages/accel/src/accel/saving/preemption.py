@@ -10,13 +10,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel.training.any_rank_flag import AnyRankFlag
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
     from accel.training.run import Run
     from accel_state.process.info import ProcessInfo
 
 
-class Preemption:
+class SignalRecorder:
     """Handles the signals of a preemption, and synchronizes whether any process has received one.
 
     Args:
@@ -65,6 +67,26 @@ class Preemption:
             previous(number, frame)
 
 
+def save_on_preemption(
+    accelerator: Accelerator, output_dir: str | None, signals: Sequence[str], exit_code: int
+) -> None:
+    """See `Accelerator.save_on_preemption`."""
+    reason = preemption_signal(accelerator.run, output_dir, signals)
+    if reason is None:
+        return
+    try:
+        accelerator.wait_for_save()
+    except Exception as error:  # this is the last chance to save
+        warn(f"The save before failed: {type(error).__name__}: {error}.")
+    folder = accelerator.save_state(output_dir)
+    if accelerator.is_main_process:
+        message = f"Preempted ({reason}): saved {folder}; exiting with {exit_code}."
+        print(message, file=sys.stderr, flush=True)
+    # Trackers are flushed, and the process group ends on all: no process waits for one that is gone.
+    accelerator.end_training()
+    raise SystemExit(exit_code)
+
+
 def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:
     """Return the preemption signal that any process received; every process calls it at the end of each step.
 
@@ -84,7 +106,7 @@ def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) 
     if run.preemption is None:
         # At the first call, not when the signal arrives and time is short.
         _check_folder(run, output_dir)
-        run.preemption = Preemption(run.process, signals)
+        run.preemption = SignalRecorder(run.process, signals)
     if run.window.step or not run.preemption.agreed():  # not every engine saves the gradients of a window
         return None
     return run.preemption.received or "a signal to another process"

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.engines.base.states import States
+from accel.observe.base import observed
 from accel.observe.sync import verify_before_save
 from accel.saving.per_rank_buffers import save_per_rank_buffers
+from accel.saving.saving_process import saving_process
 from accel.training.prepare import holds_any
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
+from accel_ckpt.files import tensors
 from accel_ckpt.folder import rotation
 from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.folder.staging import Staging, staged
@@ -32,15 +35,26 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 
+def save_object(run: Run, value: Any, file: str | os.PathLike[str], safe_serialization: bool) -> None:
+    """See `Accelerator.save`."""
+    each_node = run.project_configuration.save_on_each_node
+    tensors.save(value, file, save_on_each_node=each_node, safe_serialization=safe_serialization)
+
+
 def save_model(
     run: Run,
-    state: dict[str, Any],
+    model: torch.nn.Module,
     folder: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
-    process: ProcessInfo,
+    main_process_only: bool | None,
 ) -> None:
-    """Write a model's full state into a folder, once per job or machine; every saving process calls it."""
+    """See `Accelerator.save_model`."""
+    saver = saving_process(run, "save_model", main_process_only)
+    if saver is None:
+        return
+    process = saver  # for the function below, in which mypy knows no narrower type
+    state, folder = run.engine.states.state_dict(model, True), str(output_path(folder))
     each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
@@ -76,11 +90,11 @@ def save_state(
     run: Run,
     output_dir: str | None,
     safe_serialization: bool,
+    main_process_only: bool | None,
     blocking: bool = True,
-    process: ProcessInfo | None = None,
     **options: Any,
 ) -> str:
-    """Write a checkpoint atomically; every process calls it.
+    """See `Accelerator.save_state`: writes a checkpoint atomically.
 
     In the middle of an accumulation window the accumulated gradients are saved too, so that the window can be
     resumed.
@@ -89,8 +103,8 @@ def save_state(
         run: The run with the prepared and registered objects.
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
+        main_process_only: Whether the main process calls it alone; None to decide by the surrounding code.
         blocking: False to copy the state, and write and commit it in the background.
-        process: This process, as `saving_process` returns it; by default the run's.
         **options: Engine-specific options for saving (DeepSpeed's `save_checkpoint`); others take none.
 
     Returns:
@@ -100,13 +114,28 @@ def save_state(
         ValueError: If there is no folder to write to.
         Exception: The error of this process, or of the previous save in the background.
     """
+    with observed(run, "saving"):
+        output_dir = output_path(output_dir)
+        process = saving_process(run, "save_state", main_process_only)
+        if process is None:
+            return saved_folder(run, output_dir)
+        return _write_checkpoint(run, output_dir, safe_serialization, blocking, process, options)
+
+
+def _write_checkpoint(
+    run: Run,
+    output_dir: str | None,
+    safe_serialization: bool,
+    blocking: bool,
+    process: ProcessInfo,
+    options: dict[str, Any],
+) -> str:
     # One save at a time: the previous one may still read the buffers that this one would overwrite.
     thread.wait()
     # Checks come before the folder is created: a failing call leaves nothing behind.
     _check_window(run)
-    run.engine.states.check_save(run.optimizers)
+    run.engine.states.check_save(run.prepared.optimizers)
     run.misuse.before_save(run)
-    process = run.process if process is None else process
     verify_before_save(run, process)
     end_round(run.scaler)  # or the saved scale would not include the overflows of the last steps
     config = run.project_configuration
@@ -130,14 +159,14 @@ def save_state(
                 staging.path,
                 [] if saves_sharded else weights,
                 optimizers,
-                run.schedulers,
-                run.loaders,
+                run.prepared.schedulers,
+                run.prepared.loaders,
                 process.rank,
                 run.window.step,
                 run.scaler,
                 each_node,
                 safe_serialization,
-                gradients=get_gradients(run.models) if run.window.step else None,
+                gradients=get_gradients(run.prepared.models) if run.window.step else None,
                 window=run.window.state_dict(),
                 frozen=[] if saves_sharded else [frozen.get(id(state), ()) for state in weights],
                 gathered=run.engine.states.gathers_full_state,
@@ -182,7 +211,9 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
 def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection[str]]:
     """Return the names of the frozen weights of each full state, by the id of the state."""
     states = run.engine.states
-    models = [model for model in run.models if not states.has_native_checkpoint(model)] if weights else []
+    models = (
+        [model for model in run.prepared.models if not states.has_native_checkpoint(model)] if weights else []
+    )
     return {id(state): frozen_names(model) for state, model in zip(weights, models, strict=True)}
 
 
@@ -192,10 +223,10 @@ def _full_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     # Collective under some engines: every process calls it, even those that write nothing.
     weights = [
         run.engine.states.state_dict(model)
-        for model in run.models
+        for model in run.prepared.models
         if not engine.states.has_native_checkpoint(model)
     ]
-    optimizers = [item for item in run.optimizers if not engine.states.has_native_checkpoint(item)]
+    optimizers = [item for item in run.prepared.optimizers if not engine.states.has_native_checkpoint(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
 
 
@@ -205,7 +236,7 @@ def _sharded_states_for_hooks(run: Run) -> list[dict[str, Any]]:
         return []
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return [get_model_state_dict(run.engine.states.state_root(model)) for model in run.models]
+    return [get_model_state_dict(run.engine.states.state_root(model)) for model in run.prepared.models]
 
 
 def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
@@ -215,13 +246,13 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
     engine = run.engine
-    models = [engine.states.state_root(model) for model in run.models]
+    models = [engine.states.state_root(model) for model in run.prepared.models]
     # Under FSDP a model may have other tensors than its optimizer; tensors_with_grad returns the latter's.
     parameter_ids = [
         {id(item) for item in engine.gradients.tensors_with_grad(model.parameters())} for model in models
     ]
     optimizers, owners = [], []
-    for item in run.optimizers:
+    for item in run.prepared.optimizers:
         owner = next((index for index, wanted in enumerate(parameter_ids) if holds_any(item, wanted)), None)
         if owner is None:
             raise ValueError(
@@ -247,8 +278,8 @@ def _check_window(run: Run) -> None:
 def models_for_hooks(run: Run) -> list[torch.nn.Module]:
     """Return the prepared models that hooks get: replicas without their wrapper."""
     if type(run.engine.states) is not States:
-        return list(run.models)
-    return [run.engine.unwrap_model(model) for model in run.models]
+        return list(run.prepared.models)
+    return [run.engine.unwrap_model(model) for model in run.prepared.models]
 
 
 def saved_folder(run: Run, output_dir: str | None) -> str:

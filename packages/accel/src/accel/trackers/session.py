@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel.trackers.base import BlankTracker, GeneralTracker
-from accel.trackers.registry import TRACKERS, get_available_trackers, is_known, tracker_class
+from accel.trackers.registry import (
+    TRACKERS,
+    filter_trackers,
+    get_available_trackers,
+    is_known,
+    tracker_class,
+)
 from accel_state import env
 from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
-from accel_state.verify import is_verifying
+from accel_state.verify import is_verifying, output_path
 
 if TYPE_CHECKING:
     from accel.training.run import Run
 
 
-class TrackerControl:
-    """Mixin with everything that tracks experiments.
+class TrackerSession:
+    """The trackers of one Accelerator.
 
     Logging never stops training: the first error of a tracker in each of its methods is a warning, and
     training goes on. ACCELERATE_STRICT_TRACKERS=1 raises such errors.
 
-    A subclass has the attributes that are declared here.
+    Args:
+        run: The run that is tracked.
+        log_with: Trackers, by name or as objects.
+
+    Attributes:
+        log_with: The trackers that `init_trackers` starts.
+        trackers: Those of the last `init_trackers`, also after their end.
+        finished_trackers: Those of them that are finished; None before `init_trackers`.
+        failed_trackers: (name, method) of the errors that were reported.
     """
 
-    run: Run
-    log_with: Sequence[str | GeneralTracker]
-    trackers: list[GeneralTracker]  # those of the last init_trackers, also after their end
-    finished_trackers: list[GeneralTracker] | None  # of these, the finished ones; None before init_trackers
-    failed_trackers: set[tuple[str, str]]  # (name, method) of the errors that were reported
+    def __init__(self, run: Run, log_with: Any) -> None:
+        self.run = run
+        self.log_with = filter_trackers(log_with, output_path(run.project_configuration.logging_dir))
+        self.trackers: list[GeneralTracker] = []
+        self.finished_trackers: list[GeneralTracker] | None = None
+        self.failed_trackers: set[tuple[str, str]] = set()
 
     def init_trackers(
         self,

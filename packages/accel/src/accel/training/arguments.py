@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ class Handlers:
     fp8: Any = None
     engine: Any = None  # the settings of an engine of another package
     observers: tuple[ObserverKwargs | Observer, ...] = ()
+
+    def process_group_options(self) -> dict[str, Any]:
+        """The options of `torch.distributed.init_process_group`."""
+        return {} if self.init is None else self.init.to_kwargs()
 
     def for_engines(self) -> dict[str, Any]:
         """Those that every engine may read."""
@@ -179,45 +184,47 @@ def resolve_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[RNGType
     return [RNGType(kind) for kind in (rng_types if rng_types is not None else ["generator"])]
 
 
-_LOADER_SPELLINGS = ("dispatch_batches", "even_batches", "use_seedable_sampler")
+def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError for keyword arguments that a function does not have."""
+    for name in unknown:
+        known = [*inspect.signature(function).parameters]
+        raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, known)}")
 
 
-def resolve_old_spellings(
-    given: Mapping[str, Any],
+def resolve_deprecated(
     mixed_precision: Any,
     loaders: DataLoaderConfiguration | None,
     project: ProjectConfiguration | None,
-    known: Sequence[str],
+    *,
+    fp16: Any,
+    logging_dir: Any,
+    loader_settings: Mapping[str, Any],
 ) -> tuple[Any, DataLoaderConfiguration | None, ProjectConfiguration | None]:
-    """Translate arguments of earlier releases, each with a FutureWarning.
+    """Translate deprecated arguments, each with a FutureWarning.
 
     Args:
-        given: Keyword arguments that the constructor does not list.
-        mixed_precision: The current argument, which an old one fills where it is None.
+        mixed_precision: The current argument, which wins over `fp16`.
         loaders: The current dataloader_config.
         project: The current project_config.
-        known: The constructor's argument names, to suggest from.
+        fp16: Whether to train in fp16; UNSET where it was not passed, like the others.
+        logging_dir: Where trackers write.
+        loader_settings: Settings of DataLoaderConfiguration by name.
 
     Returns:
         mixed_precision, dataloader_config and project_config.
-
-    Raises:
-        TypeError: If a name was never an argument; the message names the nearest one that is.
     """
-    for name, value in given.items():
-        if name == "fp16":
-            _warn_old("fp16", f"mixed_precision={'fp16' if value else 'no'!r}")
-            mixed_precision = mixed_precision or ("fp16" if value else "no")  # the present spelling wins
-        elif name in _LOADER_SPELLINGS:
-            _warn_old(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")
+    if fp16 is not UNSET:
+        _warn_deprecated("fp16", f"mixed_precision={'fp16' if fp16 else 'no'!r}")
+        mixed_precision = mixed_precision or ("fp16" if fp16 else "no")
+    for name, value in loader_settings.items():
+        if value is not UNSET:
+            _warn_deprecated(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")
             loaders = replace(loaders or DataLoaderConfiguration(), **{name: value})
-        elif name == "logging_dir":
-            _warn_old(name, f"project_config=ProjectConfiguration(logging_dir={value!r})")
-            project = replace(project or ProjectConfiguration(), logging_dir=value)
-        else:
-            raise TypeError(f"Accelerator() has no argument {name!r}.{did_you_mean(name, known)}")
+    if logging_dir is not UNSET:
+        _warn_deprecated("logging_dir", f"project_config=ProjectConfiguration(logging_dir={logging_dir!r})")
+        project = replace(project or ProjectConfiguration(), logging_dir=logging_dir)
     return mixed_precision, loaders, project
 
 
-def _warn_old(name: str, now: str) -> None:
+def _warn_deprecated(name: str, now: str) -> None:
     warn(f"Accelerator({name}=...) is the old spelling; write {now}.", FutureWarning)

@@ -1,4 +1,4 @@
-"""The gradient side of the Accelerator: windows, backward, unscaling and clipping."""
+"""Accumulation windows, backward, unscaling and clipping."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.training.prepare import holds_any, prepared_optimizer
-from accel_optim import lomo
+from accel.training.prepare import find_prepared_optimizer, holds_any
+from accel_optim import lomo, precision
+from accel_optim.scaler import true_on_any_rank
 from accel_state.train_plan import check_accumulation_steps
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from accel.engines import Engine
     from accel.training.run import Run
+    from accel_optim.handlers import AutocastKwargs
     from accel_optim.weight import Weight
     from accel_optim.window import Window
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 def drop_gradients(run: Run) -> None:
     """Drop the gradients of everything prepared, also those that an engine holds back."""
     # The torch optimizers: a wrapper's zero_grad does nothing inside a window.
-    optimizers = (getattr(item, "optimizer", item) for item in run.optimizers)
-    for holder in (*run.models, *optimizers):
+    optimizers = (getattr(item, "optimizer", item) for item in run.prepared.optimizers)
+    for holder in (*run.prepared.models, *optimizers):
         holder.zero_grad()
     run.engine.gradient_sync.drop_gradients()
 
@@ -37,210 +39,99 @@ def has_gradients(run: Run) -> bool:
     return bool(run.window.step) or run.engine.gradient_sync.has_unreduced_grads
 
 
-class GradientControl:
-    """Mixin with everything that follows the accumulation window.
+def accumulate(
+    run: Run, models: Sequence[torch.nn.Module], loader: Any
+) -> contextlib.AbstractContextManager[Any]:
+    """See `Accelerator.accumulate`."""
+    # Nothing to hold back: the window itself is the context, as it counts micro-batches.
+    if not run.engine.gradients_type.reduces_in_backward:
+        return run.window if loader is None else _MicroBatch(run.window, run.engine, (), loader)
+    return _MicroBatch(run.window, run.engine, models, loader)
 
-    A subclass has the attributes that are declared here.
-    """
 
-    run: Run
+def set_accumulation_steps(run: Run, steps: int) -> None:
+    """Set the number of micro-batches per optimizer step."""
+    # In place: all handles on the state share the dictionary.
+    run.gradient_state.plugin_kwargs.update({"num_steps": check_accumulation_steps(steps)})
 
-    @property
-    def step(self) -> int:
-        """Micro-batches in the open accumulation window; 0 at a boundary."""
-        return self.run.window.step
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends an accumulation window."""
-        return self.run.gradient_state.sync_gradients
+def backward(run: Run, loss: torch.Tensor, weight: float | torch.Tensor | None, **kwargs: Any) -> None:
+    """See `Accelerator.backward`."""
+    if run.lomo is not None or "learning_rate" in kwargs:
+        given: dict[str, Any] = {} if weight is None else {"weight": weight}
+        _backward_that_steps(run, loss, **given, **kwargs)
+        return
+    events = run.gradient_state.events
+    if weight is None:
+        steps = run.window.loss_divisor()
+        # The usual case without a division, which would be one more operation in every graph.
+        if steps != 1:
+            if _can_start_from(run, loss, kwargs):
+                # What arrives at `loss` from `loss / steps`, with no division in the graph.
+                kwargs["gradient"] = torch.full_like(loss, 1 / steps)
+            else:
+                loss = loss / steps
+    else:
+        # bf16 and fp16 hold counts of tokens exactly up to 256 and 2048 only.
+        precise = torch.promote_types(loss.dtype, torch.float32)
+        factor = run.window.weigh(weight, _Gathered(run, precise))
+        if events is not None:
+            factor = events.publish_weight(weight, factor)
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(loss.device, precise, non_blocking=True)  # no wait for its value
+        loss = loss * factor
+    if events is None:
+        run.engine.backward(loss, **kwargs)
+    else:
+        events.run_backward(run.engine.backward, loss, kwargs)
 
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        # Documented as writable: loops that count micro-batches themselves set it.
-        self.run.gradient_state._set_sync_gradients(sync_gradients)
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.run.gradient_state.num_steps
+def lomo_backward(run: Run, loss: torch.Tensor, learning_rate: float) -> None:
+    """See `Accelerator.lomo_backward`."""
+    lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
 
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        steps = check_accumulation_steps(gradient_accumulation_steps)
-        # In place: all handles on the state share the dictionary.
-        self.run.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped, because fp16 gradients overflowed.
+def clip_grad_norm(
+    run: Run, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
+) -> torch.Tensor | None:
+    """See `Accelerator.clip_grad_norm_`."""
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if run.gradient_state.sync_gradients:
+        if run.engine.gradient_sync.is_active:
+            run.engine.gradient_sync.finish_window()
+        if (events := run.gradient_state.events) is not None:
+            events.publish_gradients()
+        if run.scaler is not None or run.lomo is not None:
+            tensors = _unscaled(run, tensors)
+        gradients = run.gradients or run.engine.gradients
+        norm = gradients.clip_norm(tensors, max_norm, norm_type)
+        if events is not None:
+            for notify in events.gradients_clipped:
+                notify(norm)
+        return norm
+    # The gradients so far, of this process: they are neither whole nor unscaled.
+    norm = run.engine.gradients.norm(tensors, norm_type)
+    if norm is None or run.scaler is None:
+        return norm
+    return norm / run.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
 
-        Of two optimizers that step in turn, one may not have stepped in this micro-batch yet: ask each for
-        its `step_was_skipped`.
-        """
-        return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.run.optimizers)
 
-    def accumulate(
-        self, *models: torch.nn.Module, loader: Any = None
-    ) -> contextlib.AbstractContextManager[Any]:
-        """One micro-batch of an accumulation window: gradients are synchronised in its last one alone.
-
-        Args:
-            *models: The models that the micro-batch trains.
-            loader: The prepared loader whose last batch ends the window (or an object that reads one and has
-                `end_of_dataloader`), where several give batches to one micro-batch. By default the loader
-                that gave the batch.
-
-        Raises:
-            TypeError: If it is no prepared loader.
-            ValueError: If it is not being iterated.
-        """
-        run = self.run
-        # Nothing to hold back: the window itself is the context, as it counts micro-batches.
-        if not run.engine.gradients_type.reduces_in_backward:
-            return run.window if loader is None else _MicroBatch(run.window, run.engine, (), loader)
-        return _MicroBatch(run.window, run.engine, models, loader)
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward leaves the gradients of `model` on their own process."""
-        return self.run.engine.gradients.no_sync(model)
-
-    @staticmethod
-    def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward synchronises gradients although the forward ran under `no_sync`."""
-        from accel.engines.ddp.engine import sync_in_backward
-
-        # Also where the engine is none of DDP: it does nothing for other models.
-        return sync_in_backward(model)
-
-    def backward(
-        self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any
-    ) -> None:
-        """Run the backward pass of a loss, scaled for its accumulation window (and for fp16).
-
-        Without a weight the loss is a mean, and is divided by the number of accumulation steps: the window's
-        gradient is the mean over its micro-batches, if they are alike and as many as that.
-
-        With one, the loss is a **sum** over `weight` items (tokens, say), and the window's gradient is that
-        of all its losses over all its weights, on all processes: the gradient of one batch with all the
-        items, however ragged the counts, however many micro-batches the window has, and however they are
-        split over processes. The processes add up their weights once per window, at its end (and once more
-        in the first window), so that all of them have to call it there. `weight=1` with mean losses makes a
-        window that the loader's end cut short count by its real size.
-
-        Args:
-            loss: The loss, a tensor of one element.
-            weight: How many items the loss is the sum over, at least 0: a number, or a tensor of one element.
-                A tensor on the accelerator is used without waiting for its value. It is the weight of the
-                micro-batch: several losses of one give the same weight, and each is divided by the total.
-            **kwargs: Passed to the engine's backward (`retain_graph`, for one).
-
-        Raises:
-            TypeError: If the weight is no number.
-            ValueError: If it is negative or not finite, if the micro-batch has another weight already, or if
-                the window has losses of the other kind.
-            RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
-        """
-        run = self.run
-        if run.lomo is not None or "learning_rate" in kwargs:
-            given: dict[str, Any] = {} if weight is None else {"weight": weight}
-            _backward_that_steps(run, loss, **given, **kwargs)
-            return
-        events = run.gradient_state.events
-        if weight is None:
-            steps = run.window.loss_divisor()
-            # The usual case without a division, which would be one more operation in every graph.
-            if steps != 1:
-                if _can_start_from(run, loss, kwargs):
-                    # What arrives at `loss` from `loss / steps`, with no division in the graph.
-                    kwargs["gradient"] = torch.full_like(loss, 1 / steps)
-                else:
-                    loss = loss / steps
-        else:
-            # bf16 and fp16 hold counts of tokens exactly up to 256 and 2048 only.
-            precise = torch.promote_types(loss.dtype, torch.float32)
-            factor = run.window.weigh(weight, _Gathered(run, precise))
-            if events is not None:
-                factor = events.publish_weight(weight, factor)
-            if isinstance(factor, torch.Tensor):
-                factor = factor.to(loss.device, precise, non_blocking=True)  # no wait for its value
-            loss = loss * factor
-        if events is None:
-            run.engine.backward(loss, **kwargs)
-        else:
-            events.run_backward(run.engine.backward, loss, kwargs)
-
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward, and with it the step, of a prepared optimizer that steps in backward (LOMO).
-
-        `backward` does the same by itself when such an optimizer is prepared, with the learning rate that it
-        is given (`learning_rate=`) or that of the optimizer's parameter group, which schedulers move.
-
-        Args:
-            loss: The loss of the micro-batch.
-            learning_rate: The learning rate of this step.
-
-        Raises:
-            ValueError: If no such optimizer is prepared, or gradients would have to be accumulated.
-        """
-        lomo.lomo_backward(self.run.lomo, loss, learning_rate, self.gradient_accumulation_steps)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions.
-
-        Args:
-            optimizer: One or several of the prepared optimizers; default: all.
-
-        Raises:
-            ValueError: If one is not prepared.
-        """
-        _unscale_gradients(self.run, optimizer)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor | None:
-        """Clip the gradients of `parameters` by their total norm, and return the norm before clipping.
-
-        Inside an accumulation window the gradients are not whole yet: the norm is returned and nothing is
-        clipped. In fp16 the gradients are unscaled first, unless that was done since the last step. An
-        optimizer that steps in backward (LOMO) leaves nothing to clip, with a warning.
-
-        Raises:
-            ValueError: If fp16 gradients belong to no prepared optimizer.
-        """
-        run = self.run
+def clip_grad_value(run: Run, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    """See `Accelerator.clip_grad_value_`."""
+    if run.gradient_state.sync_gradients:
+        if run.engine.gradient_sync.is_active:
+            run.engine.gradient_sync.finish_window()
+        if (events := run.gradient_state.events) is not None:
+            events.publish_gradients()
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if run.gradient_state.sync_gradients:
-            if run.engine.gradient_sync.is_active:
-                run.engine.gradient_sync.finish_window()
-            if (events := run.gradient_state.events) is not None:
-                events.publish_gradients()
-            if run.scaler is not None or run.lomo is not None:
-                tensors = _unscaled(run, tensors)
-            gradients = run.gradients or run.engine.gradients
-            norm = gradients.clip_norm(tensors, max_norm, norm_type)
-            if events is not None:
-                for notify in events.gradients_clipped:
-                    notify(norm)
-            return norm
-        # The gradients so far, of this process: they are neither whole nor unscaled.
-        norm = run.engine.gradients.norm(tensors, norm_type)
-        if norm is None or run.scaler is None:
-            return norm
-        return norm / run.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
+        if run.scaler is not None or run.lomo is not None:
+            tensors = _unscaled(run, tensors)
+        run.engine.gradients.clip_value(tensors, clip_value)
 
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
-        run = self.run
-        if run.gradient_state.sync_gradients:
-            if run.engine.gradient_sync.is_active:
-                run.engine.gradient_sync.finish_window()
-            if (events := run.gradient_state.events) is not None:
-                events.publish_gradients()
-            tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if run.scaler is not None or run.lomo is not None:
-                tensors = _unscaled(run, tensors)
-            run.engine.gradients.clip_value(tensors, clip_value)
+
+def autocast(run: Run, options: AutocastKwargs | None) -> contextlib.AbstractContextManager[Any]:
+    """See `Accelerator.autocast`."""
+    return precision.autocast(run.process.device.type, run.state.mixed_precision, options)
 
 
 def _can_start_from(run: Run, loss: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -273,17 +164,18 @@ def _backward_that_steps(
     lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
 
 
-def _unscale_gradients(run: Run, optimizer: Any) -> None:
+def unscale_gradients(run: Run, optimizer: Any) -> None:
+    """See `Accelerator.unscale_gradients`."""
     if run.scaler is None or not run.gradient_state.sync_gradients:
         return
     # First, as what an engine still holds back is multiplied by the scale too.
     run.engine.gradient_sync.finish_window()
     if (events := run.gradient_state.events) is not None:
         events.publish_gradients()
-    chosen: Sequence[Any] = run.optimizers
+    chosen: Sequence[Any] = run.prepared.optimizers
     if optimizer is not None:
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        chosen = [prepared_optimizer(run, item) for item in given]
+        chosen = [find_prepared_optimizer(run, item) for item in given]
     for item in chosen:
         item.unscale_gradients()
 
@@ -296,9 +188,9 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     if run.scaler is not None and run.scaler.is_enabled():
         # By identity: parameters compare by value.
         wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
-        holding = true_on_any_rank(run.scaler, [holds_any(item, wanted) for item in run.optimizers])
+        holding = true_on_any_rank(run.scaler, [holds_any(item, wanted) for item in run.prepared.optimizers])
         # The processes agree, since unscaling is a collective where each has parts of the gradients.
-        owners = [item for item, holds in zip(run.optimizers, holding, strict=True) if holds]
+        owners = [item for item, holds in zip(run.prepared.optimizers, holding, strict=True) if holds]
         held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
         if wanted - held:
             raise ValueError(
@@ -306,7 +198,7 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
                 "scale of fp16 training, and no prepared optimizer has their parameters, so that nobody "
                 "divides them by it. Pass the optimizer to prepare() as well."
             )
-        _unscale_gradients(run, owners)
+        unscale_gradients(run, owners)
     return tensors
 
 
@@ -381,8 +273,8 @@ class _Gathered:
         parameters = {
             id(parameter): parameter
             for group in (
-                *(model.parameters() for model in self.run.models),
-                *(group["params"] for item in self.run.optimizers for group in item.param_groups),
+                *(model.parameters() for model in self.run.prepared.models),
+                *(group["params"] for item in self.run.prepared.optimizers for group in item.param_groups),
             )
             for parameter in group
         }

@@ -106,7 +106,7 @@ class MisuseChecker(Observer):
             return
         # By id: parameters of one model may be in several optimizers, and tensors compare by value.
         stepped = {id(item): item for item in _parameters(optimizer)}
-        prepared = {id(item) for each in run.optimizers for item in _parameters(each)}
+        prepared = {id(item) for each in run.prepared.optimizers for item in _parameters(each)}
         of_models = {id(item): item for item in _prepared_parameters(run)}
         has_seen_window = self._passes_outside is not None
         if stepped.keys() <= prepared:
@@ -155,7 +155,7 @@ class MisuseChecker(Observer):
     def _before_unprepared(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         run = None if self._run is None else self._run()
         if run is not None and all(
-            getattr(item, "optimizer", item) is not optimizer for item in run.optimizers
+            getattr(item, "optimizer", item) is not optimizer for item in run.prepared.optimizers
         ):
             self._check_step(optimizer)
 
@@ -168,7 +168,7 @@ class MisuseChecker(Observer):
         not_stepped = [item for item in not_stepped if id(item) not in followed]
         if not not_stepped:
             # With neither a model nor an optimizer prepared there is no tensor to look at.
-            return not trained and not run.optimizers and self._looks in _SEARCHES
+            return not trained and not run.prepared.optimizers and self._looks in _SEARCHES
         # Torch's count of changes in place: private, and the only way to see them without a copy.
         versions = {id(item): item._version for item in not_stepped}
         has_changed = any(self._versions.get(key, version) != version for key, version in versions.items())
@@ -186,7 +186,7 @@ class MisuseChecker(Observer):
             self._unprepared.update(
                 item for item in _unprepared_optimizers(run, of_models=True) if item.state
             )
-        saved = {id(getattr(item, "optimizer", item)) for item in run.optimizers}
+        saved = {id(getattr(item, "optimizer", item)) for item in run.prepared.optimizers}
         saved |= {id(item) for item in run.registered}
         left = [type(item).__name__ for item in self._unprepared if id(item) not in saved]
         modules = [item for item in run.registered if isinstance(item, torch.nn.Module)]
@@ -194,7 +194,9 @@ class MisuseChecker(Observer):
         if all(hasattr(item, "param_groups") for item in run.registered if item not in modules):
             of_models = {id(item) for item in _prepared_parameters(run)}
             of_models |= {id(item) for module in modules for item in module.parameters()}
-            stepped = [item for each in (*run.optimizers, *self._unprepared) for item in _parameters(each)]
+            stepped = [
+                item for each in (*run.prepared.optimizers, *self._unprepared) for item in _parameters(each)
+            ]
             others = [item for item in stepped if id(item) not in of_models]
             others = [item for item in others if isinstance(item, torch.nn.Parameter)]
             if others:
@@ -230,7 +232,9 @@ class MisuseChecker(Observer):
         if size == 1 or optimizer in self._compared:
             return
         # DeepSpeed and Megatron step copies of shards, and reduce their gradients themselves.
-        of_engine = [item for item in run.optimizers if run.engine.states.has_native_checkpoint(item)]
+        of_engine = [
+            item for item in run.prepared.optimizers if run.engine.states.has_native_checkpoint(item)
+        ]
         reduced = {id(item) for each in of_engine for item in _parameters(each)}
         others = [item for key, item in stepped.items() if key not in of_models and key not in reduced]
         others = [item for item in others if _has_full_gradient(item) and not averages(item)]
@@ -313,7 +317,7 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
     """The parameters of prepared models, full and sharded where a forward pass has gathered them."""
-    for model in run.models:
+    for model in run.prepared.models:
         yield from model.parameters()
         yield from run.engine.gradients.tensors_with_grad(model.parameters())
 
@@ -322,10 +326,10 @@ def _not_stepped(run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parameters of prepared models that train, and those of them that no prepared optimizer steps."""
     trained = [item for item in _prepared_parameters(run) if item.requires_grad]
     if any(
-        run.engine.states.has_native_checkpoint(item) for item in run.optimizers
+        run.engine.states.has_native_checkpoint(item) for item in run.prepared.optimizers
     ):  # DeepSpeed and Megatron step copies
         return trained, []
-    stepped = {id(item) for each in run.optimizers for item in _parameters(each)}
+    stepped = {id(item) for each in run.prepared.optimizers for item in _parameters(each)}
     return trained, [item for item in trained if id(item) not in stepped]
 
 
@@ -336,7 +340,7 @@ def _unprepared_optimizers(run: Run, of_models: bool = False) -> list[torch.opti
         run: The run.
         of_models: Only those that step a parameter of a prepared model.
     """
-    prepared = {id(getattr(item, "optimizer", item)) for item in run.optimizers}
+    prepared = {id(getattr(item, "optimizer", item)) for item in run.prepared.optimizers}
     found = [
         item
         for item in _instances(torch.optim.Optimizer)
@@ -359,7 +363,7 @@ def _instances(base: type) -> list[Any]:
 
 def _belongs_to_run(run: Run, stepped: dict[int, torch.Tensor], of_models: dict[int, torch.Tensor]) -> bool:
     """Whether an unprepared optimizer belongs to this training, and not to something else in the program."""
-    prepares_training = run.optimizers or any(item.requires_grad for item in of_models.values())
+    prepares_training = run.prepared.optimizers or any(item.requires_grad for item in of_models.values())
     return bool(stepped.keys() & of_models.keys()) or not prepares_training or _is_replaced(run, stepped)
 
 

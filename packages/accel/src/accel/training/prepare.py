@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.engines.base.context import PrepareRequest
+from accel.engines.common.checks import mapped_devices
 from accel.engines.common.loader import EngineLoader
 from accel.engines.common.placeholders import PlaceholderOptimizer, PlaceholderScheduler
+from accel.training.prepared_objects import unwrap_optimizer
 from accel.training.uneven import warn_of_missing, warn_of_uneven
 from accel_ops.modules import compile_children_in_place
 from accel_optim.lomo import find_lomo
@@ -25,11 +26,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-_made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple[Any, ...]]] = (
-    WeakKeyDictionary()
-)
-"""For prepared loaders: what each was made from, and with which settings."""
-
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
     "model": torch.nn.Module,
@@ -37,19 +33,21 @@ _KINDS: dict[str, Any] = {
     "optimizer": (torch.optim.Optimizer, PlaceholderOptimizer),
     "loader": (DataLoader, EngineLoader),
 }
-_BESIDE = ("scheduler", "loader", "extra")
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
 
 def prepare(
-    run: Run, objects: Sequence[Any], placement: Sequence[bool | None] | None, caller: Any = None
+    run: Run, objects: Sequence[Any], placement: Sequence[bool | None] | None, accelerator: Any = None
 ) -> list[Any]:
-    """Prepare objects of any kinds; returns them in the order given.
+    """Prepare objects of any kinds; returns them in the same order.
 
     Args:
-        run: Whose engine, loaders and windows the objects join.
+        run: The run whose engine, loaders and window the objects join.
         objects: Models, optimizers, schedulers, loaders; None and other objects come back as they are.
         placement: Per object, whether it is put on the device; None: the Accelerator's default.
-        caller: The Accelerator, for code of the user's that an engine hands it to.
+        accelerator: The Accelerator, which an engine passes to code of the user's.
 
     Raises:
         ValueError: If `placement` has another length than `objects`, or the engine rejects an object.
@@ -65,7 +63,7 @@ def prepare(
         )
     # Kinds before anything is changed: an object of no kind comes back as it is.
     kinds = [_kind_of(run, item) for item in objects]
-    _warn_of_unknown(run, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
+    _warn_about_unknown(run, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
     result = list(objects)
     # Models and optimizers go to the engine in one call, as FSDP and DeepSpeed need both at once.
     trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
@@ -73,8 +71,12 @@ def prepare(
         run,
         [objects[index] for index in trained],
         [placement[index] for index in trained],
-        beside=[item for item, kind in zip(objects, kinds, strict=True) if kind in _BESIDE],
-        caller=caller,
+        other_objects=[
+            item
+            for item, kind in zip(objects, kinds, strict=True)
+            if kind in ("scheduler", "loader", "extra")
+        ],
+        accelerator=accelerator,
     )
     for index, item in zip(trained, done, strict=True):
         result[index] = item
@@ -84,11 +86,11 @@ def prepare(
             result[index] = prepare_scheduler(run, objects[index])
         elif kind == "loader":
             result[index] = prepare_loader(run, objects[index], placement[index])
-            # Sequence parallelism shares the batches of loaders that come with the model, as documented.
+            # Sequence parallelism splits the batches of loaders that come with the model, as documented.
             if "model" in kinds:
                 result[index] = run.engine.loaders.wrap_loader(result[index])
         elif kind == "extra":
-            result[index] = run.engine.loaders.prepare_extra(objects[index], caller)
+            result[index] = run.engine.loaders.prepare_extra(objects[index], accelerator)
     return result
 
 
@@ -112,78 +114,112 @@ def prepare_models_and_optimizers(
     objects: Sequence[Any],
     placement: Sequence[bool | None],
     evaluation_mode: bool = False,
-    beside: Sequence[Any] = (),
-    caller: Any = None,
+    other_objects: Sequence[Any] = (),
+    accelerator: Any = None,
 ) -> list[Any]:
-    """Hand the models and optimizers that are not prepared yet to the engine, together.
+    """Pass the models and optimizers that are not prepared yet to the engine, in one call.
 
     Args:
         run: Whose engine they join.
         objects: The models and optimizers.
         placement: Per object, whether it is put on the device; None: the Accelerator's default.
         evaluation_mode: Whether models are only evaluated.
-        beside: Schedules, loaders and the engine's own objects of the same call, which are prepared
+        other_objects: Schedulers, loaders and the engine's extra objects of the same call, which are prepared
             afterwards.
-        caller: See `prepare`.
+        accelerator: See `prepare`.
     """
     _check_settings(run)
     for item in objects:
         _check_wrapper(item)
     # A model that was evaluated before is done already, but for what training needs.
     if not evaluation_mode:
-        _wrap_what_trains_now(run, objects)
-    fresh: dict[int, Any] = {}  # by id: an object that is given twice is prepared once
-    for item, put in zip(objects, placement, strict=True):
-        if _already(run, item) is None and id(item) not in fresh:
-            fresh[id(item)] = (item, run.device_placement if put is None else put)
-    models = [pair for pair in fresh.values() if isinstance(pair[0], torch.nn.Module)]
+        _wrap_newly_trained(run, objects)
+    new: dict[int, Any] = {}  # by id: an object that is passed twice is prepared once
+    for item, is_placed in zip(objects, placement, strict=True):
+        if run.prepared.find(item) is None and id(item) not in new:
+            new[id(item)] = (item, run.device_placement if is_placed is None else is_placed)
+    models = [pair for pair in new.values() if isinstance(pair[0], torch.nn.Module)]
     for model, _ in models:
         compile_children_in_place(model)  # plans, policies and checkpoints go by names and classes
-    optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
+    optimizers = [pair for pair in new.values() if not isinstance(pair[0], torch.nn.Module)]
     request = PrepareRequest(
         models=tuple(model for model, _ in models),
-        optimizers=tuple(_inner(optimizer) for optimizer, _ in optimizers),
-        place_models=tuple(put for _, put in models),
-        place_optimizers=tuple(put for _, put in optimizers),
+        optimizers=tuple(unwrap_optimizer(optimizer) for optimizer, _ in optimizers),
+        place_models=tuple(is_placed for _, is_placed in models),
+        place_optimizers=tuple(is_placed for _, is_placed in optimizers),
         evaluation_mode=evaluation_mode,
-        accelerator=caller,
-        **_beside_models(run, beside),
+        accelerator=accelerator,
+        **_describe_other_objects(run, other_objects),
     )
     run.engine.check_collectively(request)  # raises before anything is changed
-    done = run.engine.prepare(request)
-    run.models.extend(map(_marked, done.models))
-    run.optimizers.extend(map(_marked, done.optimizers))
+    result = run.engine.prepare(request)
+    for (original, _), model in zip(models, result.models, strict=True):
+        run.prepared.record("models", original, _mark_prepared(model))
+    for (original, _), optimizer in zip(optimizers, result.optimizers, strict=True):
+        run.prepared.record("optimizers", original, _mark_prepared(optimizer))
     for observer in run.observers:
-        for model in done.models:
+        for model in result.models:
             observer.model_prepared(model)
-        for optimizer in done.optimizers:
+        for optimizer in result.optimizers:
             observer.optimizer_prepared(optimizer)
     run.gradients = run.engine.gradients
-    run.lomo = find_lomo(run.optimizers)  # all: one of an earlier call may be it
-    if fresh:
+    run.lomo = find_lomo(run.prepared.optimizers)  # all: one of an earlier call may be it
+    if new:
         run.misuse.restart(run)
     _attach_schedulers(run)
-    asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
-    # The engine answers in the order in which it was asked.
-    new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}
-    return [new[id(item)] if id(item) in new else _already(run, item) for item in objects]
+    return [run.prepared.find(item) for item in objects]
 
 
-def _beside_models(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
+def prepare_model(
+    run: Run, model: _Model, placement: bool | None, evaluation_mode: bool, accelerator: Any
+) -> _Model:
+    """See `Accelerator.prepare_model`."""
+    check_kind(model, "model")
+    (prepared,) = prepare_models_and_optimizers(
+        run, [model], [placement], evaluation_mode, accelerator=accelerator
+    )
+    return prepared  # type: ignore[no-any-return]
+
+
+def prepare_optimizer(
+    run: Run, optimizer: _Optimizer, placement: bool | None, accelerator: Any
+) -> _Optimizer:
+    """See `Accelerator.prepare_optimizer`."""
+    check_kind(optimizer, "optimizer")
+    (prepared,) = prepare_models_and_optimizers(run, [optimizer], [placement], accelerator=accelerator)
+    return prepared  # type: ignore[no-any-return]
+
+
+def is_spread(model: torch.nn.Module) -> bool:
+    """See `Accelerator.verify_device_map`."""
+    return len(mapped_devices(model)) > 1
+
+
+def split_sequences(run: Run, loader: _Loader, model: torch.nn.Module) -> _Loader:
+    """See `Accelerator.deepspeed_ulysses_dl_adapter`."""
+    if not any(prepared is model for prepared in run.prepared.models):
+        raise ValueError("deepspeed_ulysses_dl_adapter needs the prepared model: prepare() comes first.")
+    config = run.state.parallelism_config
+    if config is None or not config.sp_enabled:
+        raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
+    return run.engine.loaders.wrap_loader(loader)  # type: ignore[no-any-return]
+
+
+def _describe_other_objects(run: Run, other_objects: Sequence[Any]) -> dict[str, Any]:
     """The schedules, loaders and batch sizes of a call, which some engines need."""
     config, state = run.dataloader_config, run.gradient_state
     size = run.engine.loaders.dp_rank_and_size[1]
-    given = [item for item in beside if isinstance(item, DataLoader)]
-    sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
-    earlier = [_batch_size(item) for item in run.loaders]
-    # As AcceleratedScheduler moves schedules.
-    moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
+    loaders = [item for item in other_objects if isinstance(item, DataLoader)]
+    sizes = [_batch_size(item, size if config.split_batches else 1) for item in loaders]
+    previous = [_batch_size(item) for item in run.prepared.loaders]
+    # As AcceleratedScheduler steps schedulers.
+    scheduler_steps = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
-        "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
-        "extra": tuple(item for item in beside if isinstance(item, run.engine.loaders.extra_types)),
-        "batch_sizes": tuple(known for known in sizes if known is not None),
-        "previous_batch_size": min((known for known in earlier if known is not None), default=None),
-        "scheduler_steps_per_step": moves,
+        "schedulers": tuple(item for item in other_objects if isinstance(item, _KINDS["scheduler"])),
+        "extra": tuple(item for item in other_objects if isinstance(item, run.engine.loaders.extra_types)),
+        "batch_sizes": tuple(size for size in sizes if size is not None),
+        "previous_batch_size": min((size for size in previous if size is not None), default=None),
+        "scheduler_steps_per_step": scheduler_steps,
     }
 
 
@@ -196,36 +232,35 @@ def _batch_size(loader: Any, split_over: int = 1) -> int | None:
 
 
 def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
-    """Wrap a scheduler so that it steps when its optimizer really did; idempotent."""
+    """See `Accelerator.prepare_scheduler`; idempotent."""
+    check_kind(scheduler, "scheduler")
     _check_settings(run)
-    if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
+    if isinstance(scheduler, AcceleratedScheduler) and not shares_window(run, scheduler):
         scheduler = scheduler.scheduler
-    for known in run.schedulers:
-        # Prepared already, in either form.
-        if known is scheduler or known.scheduler is scheduler:
-            return known
+    if (prepared := run.prepared.find(scheduler)) is not None:
+        return prepared  # type: ignore[no-any-return]
+    original = scheduler
     scheduler = run.engine.prepare_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
     if not isinstance(scheduler, AcceleratedScheduler):
         scheduler = AcceleratedScheduler(
             scheduler,
-            run.optimizers,
+            run.prepared.optimizers,
             step_with_optimizer=run.step_scheduler_with_optimizer,
             split_batches=run.dataloader_config.split_batches,
             gradient_state=run.gradient_state,
             num_processes=run.engine.loaders.dp_rank_and_size[1] * run.batch_factor,
         )
-    prepared: AcceleratedScheduler = scheduler
-    run.schedulers.append(_marked(prepared))
+    run.prepared.record("schedulers", original, _mark_prepared(scheduler))
     run.misuse.start(run)
     _attach_schedulers(run)
-    return prepared
+    return scheduler  # type: ignore[no-any-return]
 
 
 def _attach_schedulers(run: Run) -> None:
     """Let each scheduler follow the optimizer it was made for, whichever was prepared first."""
-    wrappers = {id(_inner(item)): item for item in run.optimizers}
-    for scheduler in run.schedulers:
-        wrapper = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
+    wrappers = {id(unwrap_optimizer(item)): item for item in run.prepared.optimizers}
+    for scheduler in run.prepared.schedulers:
+        wrapper = wrappers.get(id(unwrap_optimizer(getattr(scheduler.scheduler, "optimizer", None))))
         if wrapper is not None:
             # Its own alone: with all optimizers a skipped step of another one would hold it back.
             scheduler.optimizers = [wrapper]
@@ -243,12 +278,9 @@ def prepare_loader(
         return loader if inner is loader.loader else loader.with_loader(inner)
     config = run.dataloader_config
     place = run.device_placement if place is None else place
-    # Prepared again with other settings, it is another loader.
-    asked = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
-    for known in run.loaders:
-        source = _made_from.get(known)
-        if source is not None and source[0]() is loader and source[1] == asked:
-            return known
+    settings = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
+    if (prepared := run.prepared.find(loader, settings)) is not None:
+        return prepared
     rank, size = run.engine.loaders.dp_rank_and_size
     shares_samples = size != run.process.world_size  # tensor or context parallelism
     prepared = prepare_data_loader(
@@ -274,7 +306,7 @@ def prepare_loader(
         torch_device_mesh=run.engine.loaders.mesh if shares_samples else None,
         data_ranks=run.engine.loaders.data_ranks,
     )
-    if not _follows(run, prepared):
+    if not shares_window(run, prepared):
         # Another Accelerator's loader: a copy reports its progress to this one's gradient state.
         prepared = copy.copy(prepared)
         prepared.gradient_state = run.gradient_state
@@ -282,13 +314,12 @@ def prepare_loader(
     if run.process.world_size > 1:
         joining = run.engine.loaders.join_state
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
-    if not any(known is prepared for known in run.loaders):
-        run.loaders.append(_marked(prepared))
+    is_new = not any(item is prepared for item in run.prepared.loaders)
+    run.prepared.record("loaders", loader, _mark_prepared(prepared), settings)
+    if is_new:
         run.misuse.start(run)
         for observer in run.observers:
             observer.loader_prepared(prepared)
-    if prepared is not loader:
-        _made_from[prepared] = ref(loader), asked
     return prepared
 
 
@@ -323,7 +354,7 @@ def _is_like_an_optimizer(item: Any) -> bool:
     return hasattr(item, "param_groups") and all(callable(getattr(item, name, None)) for name in methods)
 
 
-def _warn_of_unknown(run: Run, items: Sequence[Any]) -> None:
+def _warn_about_unknown(run: Run, items: Sequence[Any]) -> None:
     """Warn once of each type: programs prepare what they have."""
     # Programs pass None for objects that they do not have.
     new = {type(item) for item in items if item is not None} - run.warned_types
@@ -338,16 +369,16 @@ def _warn_of_unknown(run: Run, items: Sequence[Any]) -> None:
     )
 
 
-def prepared_optimizer(run: Run, optimizer: Any) -> Any:
+def find_prepared_optimizer(run: Run, optimizer: Any) -> Any:
     """The prepared form of an optimizer.
 
     Raises:
         ValueError: If it is not prepared.
     """
-    found = _already(run, optimizer)
-    if found is None:
+    prepared = run.prepared.find(optimizer)
+    if prepared is None:
         raise ValueError(f"The {type(optimizer).__name__} is not prepared: pass it to prepare() first.")
-    return found
+    return prepared
 
 
 def holds_any(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
@@ -355,11 +386,12 @@ def holds_any(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool
     return any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _wrap_what_trains_now(run: Run, objects: Sequence[Any]) -> None:
+def _wrap_newly_trained(run: Run, objects: Sequence[Any]) -> None:
     """Wrap models that were prepared for evaluation, or while they were frozen, and are to train now."""
-    for index, model in enumerate(run.models):
-        if any(isinstance(item, torch.nn.Module) and _is_form_of(run, item, model) for item in objects):
-            run.models[index] = _marked(run.engine.wrap_model(model))
+    prepared = [run.prepared.find(item) for item in objects if isinstance(item, torch.nn.Module)]
+    for index, model in enumerate(run.prepared.models):
+        if any(item is model for item in prepared):
+            run.prepared.replace("models", index, _mark_prepared(run.engine.wrap_model(model)))
 
 
 def _check_settings(run: Run) -> None:
@@ -367,14 +399,10 @@ def _check_settings(run: Run) -> None:
     run.state.distributed_type  # noqa: B018
 
 
-def _marked(prepared: Any) -> Any:
-    """Mark a prepared object as clients expect it, who ask before they prepare it themselves."""
+def _mark_prepared(prepared: Any) -> Any:
+    """Mark a prepared object as clients expect it, who look before they prepare it themselves."""
     prepared._is_accelerate_prepared = True
     return prepared
-
-
-def _inner(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _check_wrapper(item: Any) -> None:
@@ -389,25 +417,7 @@ def _check_wrapper(item: Any) -> None:
         )
 
 
-def _follows(run: Run, item: Any) -> bool:
-    """Whether a wrapper or loader belongs to this Accelerator's accumulation window, and no other's."""
+def shares_window(run: Run, item: Any) -> bool:
+    """Whether a wrapper or loader belongs to this Accelerator's accumulation window, and to no other one."""
     # Handles on one state share its settings, and no two states do.
     return item.gradient_state.plugin_kwargs is run.gradient_state.plugin_kwargs
-
-
-def _is_form_of(run: Run, item: torch.nn.Module, model: torch.nn.Module) -> bool:
-    if model is item:
-        return True
-    # The user may hold the model from before wrapping, or what torch.compile made of it.
-    plain = run.engine.unwrap_model(model, keep_torch_compile=False)
-    return plain is item or plain is getattr(item, "_orig_mod", None)
-
-
-def _already(run: Run, item: Any) -> Any | None:
-    """The prepared form of `item` when there is one: itself, or what wraps it."""
-    if isinstance(item, torch.nn.Module):
-        return next((model for model in run.models if _is_form_of(run, item, model)), None)
-    for optimizer in run.optimizers:
-        if optimizer is item or _inner(optimizer) is _inner(item):
-            return optimizer
-    return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
 
-if TYPE_CHECKING:
-    from accel_optim.scheduler import AcceleratedScheduler
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scheduler import AcceleratedScheduler
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Record:
 
 @dataclass(eq=False)
 class PreparedObjects:
-    """The objects that one Accelerator has prepared. Whoever prepares one records it; a query changes nothing.
+    """The objects that one Accelerator has prepared: whoever prepares one records it.
 
     Attributes:
         models: The prepared models, in order; likewise `optimizers`, `schedulers` and `loaders`.
@@ -50,16 +50,17 @@ class PreparedObjects:
         """
         if isinstance(original, torch.nn.Module):
             return self._find_model(original)
-        inner = _inner(original)
+        inner = _unwrap(original)
         for prepared in (*self.optimizers, *self.schedulers):
-            if prepared is original or _inner(prepared) is inner:
+            if prepared is original or _unwrap(prepared) is inner:
                 return prepared
         for record in self._records:
-            # PrepareRequest again with other settings, it is another loader.
-            matches = settings is None or record.settings == settings
-            if matches and any(item is original for item in (record.original(), record.prepared)):
+            # Prepared again with other settings, it is another loader.
+            if settings is not None and record.settings != settings:
+                continue
+            if record.prepared is original or (original is not None and record.original() is original):
                 return record.prepared
-        return next((loader for loader in self.loaders if loader is original and settings is None), None)
+        return None
 
     def record(self, kind: str, original: Any, prepared: Any, settings: Any = None) -> None:
         """Record that an object was prepared.
@@ -93,14 +94,14 @@ class PreparedObjects:
     def clear(self) -> None:
         """Forget everything; in place, as the engine and its loaders hold the same lists."""
         for registered in (self.models, self.optimizers, self.schedulers, self.loaders, self._records):
-            registered.clear()  # type: ignore[attr-defined]
+            registered.clear()
 
     def _find_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
         plain = _plain(model)
         for record in self._records:
             original = record.original()
             if isinstance(original, torch.nn.Module) and _plain(original) is plain:
-                return record.prepared  # type: ignore[no-any-return]
+                return cast("torch.nn.Module", record.prepared)
         return next((item for item in self.models if item is model or _plain(item) is plain), None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,14 +109,13 @@ class PreparedObjects:
         return {**vars(self), "_records": []}
 
 
-def _inner(item: Any) -> Any:
-    """The optimizer or scheduler inside of its wrapper, or the object itself."""
-    inner = (
-        getattr(item, "optimizer", None)
-        if hasattr(item, "param_groups")
-        else getattr(item, "scheduler", None)
-    )
-    return item if inner is None else inner
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside an AcceleratedOptimizer, or the object itself."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _unwrap(item: Any) -> Any:
+    return item.scheduler if isinstance(item, AcceleratedScheduler) else unwrap_optimizer(item)
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

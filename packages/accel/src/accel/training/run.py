@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from accel.training.prepared_objects import PreparedObjects
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from accel.training.misuse import MisuseChecker
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
-    from accel_optim.scheduler import AcceleratedScheduler
     from accel_optim.window import Window
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.enums import RNGType
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from accel_state.step_events import Observer
 
 
-class EndNotice(Protocol):
-    """Notes signals that announce the end; see `accel.saving.preemption`."""
+class PreemptionHandler(Protocol):
+    """Records preemption signals; see `accel.saving.preemption`."""
 
     received: str | None
 
@@ -52,7 +53,7 @@ class Run:
         rng_types: Generators synchronised at the start of each iteration.
         device_placement: Whether prepared objects and batches go to the device.
         step_scheduler_with_optimizer: Whether schedulers step only when their optimizer did.
-        models: The prepared models, in order; likewise `optimizers`, `schedulers` and `loaders`.
+        prepared: The prepared objects.
         registered: Objects that are saved and loaded along with the state.
         save_hooks: Called before `save_state` writes.
         load_hooks: Called before `load_state` reads.
@@ -61,7 +62,7 @@ class Run:
             prepared schedulers move so many times as far: `accel verify` trains on one process as on several.
         gradients: The engine's gradients, asked for once, when models or optimizers are prepared.
         lomo: The prepared optimizer that steps in backward, if there is one.
-        preemption: Notes signals to end, after the first `save_on_preemption`.
+        preemption: Records preemption signals, after the first `save_on_preemption`.
         warned_types: Types for which `prepare` has warned that it leaves them unchanged.
         has_warned_of_folder: Whether `save_state` has warned that it ignores output_dir.
     """
@@ -77,10 +78,7 @@ class Run:
     rng_types: list[RNGType]
     device_placement: bool
     step_scheduler_with_optimizer: bool
-    models: list[torch.nn.Module] = field(default_factory=list)
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
-    loaders: list[Any] = field(default_factory=list)
+    prepared: PreparedObjects = field(default_factory=PreparedObjects)
     registered: list[Any] = field(default_factory=list)
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
@@ -88,13 +86,13 @@ class Run:
     batch_factor: int = 1
     gradients: Gradients | None = None
     lomo: Any = None
-    preemption: EndNotice | None = None
+    preemption: PreemptionHandler | None = None
     warned_types: set[type] = field(default_factory=set)
     has_warned_of_folder: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for optimizer in self.optimizers:  # which are pickled without the state that they follow
+        for optimizer in self.prepared.optimizers:  # which are pickled without the state that they follow
             optimizer.gradient_state = self.gradient_state  # type: ignore[attr-defined]
 
     @property

@@ -92,7 +92,7 @@ def _even_batches(run: Run, even_batches: bool | None) -> Iterator[None]:
         return
     from accel_data.order.samplers import BatchSamplerShard
 
-    samplers = [getattr(loader, "batch_sampler", None) for loader in run.loaders]
+    samplers = [getattr(loader, "batch_sampler", None) for loader in run.prepared.loaders]
     shards = [sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)]
     # Streams have no length to complete, and process 0 shares out what is dispatched.
     if len(shards) < len(samplers):

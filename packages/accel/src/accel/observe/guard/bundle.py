@@ -81,7 +81,7 @@ def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: Win
     try:
         with staged(target, process=process) as staging:
             # The folder that is open is written into, and not committed by it.
-            save_state(run, str(staging.path), safe_serialization=True)
+            save_state(run, str(staging.path), safe_serialization=True, main_process_only=False)
             # A window may be large, and those of processes whose losses were right are of no use.
             if process.rank in about.ranks:
                 staging.write(recorder.to_state(), window_file(process.rank))

@@ -98,13 +98,13 @@ class BackwardOrder:
 def parameter_names(run: Run) -> dict[int, tuple[str, int]]:
     """The name of each stepped parameter, and its place in the order of the models, by its `id`."""
     found: dict[int, tuple[str, int]] = {}
-    for number, model in enumerate(run.models):
+    for number, model in enumerate(run.prepared.models):
         plain = run.engine.unwrap_model(model, keep_torch_compile=False)
-        prefix = f"models[{number}]." if len(run.models) > 1 else ""
+        prefix = f"models[{number}]." if len(run.prepared.models) > 1 else ""
         for name, parameter in plain.named_parameters():
             trained = run.engine.gradient_sync.trained_parameter(parameter)
             found.setdefault(id(trained), (prefix + name, len(found)))
-    for number, optimizer in enumerate(run.optimizers):
+    for number, optimizer in enumerate(run.prepared.optimizers):
         for group, options in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(options["params"]):
                 name = f"optimizers[{number}].param_groups[{group}]['params'][{place}]"

@@ -97,7 +97,7 @@ class Guard(Observer):
 
     def before_backward(self, loss: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Keep the loss for the check of the step."""
-        if not self._run.optimizers:  # nothing would end the window, whose batches are kept
+        if not self._run.prepared.optimizers:  # nothing would end the window, whose batches are kept
             self._warn_no_optimizer()
             return
         begins = bool(self._checked)
@@ -124,7 +124,9 @@ class Guard(Observer):
         """Measure the gradients of the window."""
         self._order.end()
         if self._settings.check_gradients:
-            optimizers = [item for item in self._run.optimizers if type(item) is AcceleratedOptimizer]
+            optimizers = [
+                item for item in self._run.prepared.optimizers if type(item) is AcceleratedOptimizer
+            ]
             self._measured = {id(item): measure(item.param_groups) for item in optimizers}
 
     def before_step(self, optimizer: Any) -> bool:

@@ -82,7 +82,7 @@ class WindowRecorder(Observer):
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Keep its buffers, as they are before the window's first forward pass."""
-        number = next(index for index, item in enumerate(self._run.models) if item is model)
+        number = next(index for index, item in enumerate(self._run.prepared.models) if item is model)
         hook = partial(self._before_forward, number)
         self._hooks.append(called_module(self._run, model).register_forward_pre_hook(hook))
 
@@ -177,8 +177,8 @@ class _Iteration:
 
 def loader_number(run: Run, loader: Any) -> int | None:
     """The number of a prepared loader, or of the one that it is a copy of without the first batches."""
-    numbers = [number for number, item in enumerate(run.loaders) if item is loader]
-    numbers += [number for number, item in enumerate(run.loaders) if item.dataset is loader.dataset]
+    numbers = [number for number, item in enumerate(run.prepared.loaders) if item is loader]
+    numbers += [number for number, item in enumerate(run.prepared.loaders) if item.dataset is loader.dataset]
     return numbers[0] if numbers else None
 
 

@@ -99,9 +99,9 @@ class _Replay(Observer):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of another number of processes, and of what only training needs
             load_state(run, str(self._folder), None, strict=False)
-        for number, model in enumerate(run.models):
+        for number, model in enumerate(run.prepared.models):
             called_module(run, model).register_forward_pre_hook(partial(self._before_forward, number))
-            self._look_at(model, f"models[{number}]." if len(run.models) > 1 else "")
+            self._look_at(model, f"models[{number}]." if len(run.prepared.models) > 1 else "")
 
     def _before_forward(self, number: int, model: torch.nn.Module, _: Any) -> None:
         recorded = self._micro_batches[self._place[0]]["buffers"].get(number, {})
@@ -139,7 +139,7 @@ class _Replay(Observer):
         """Look at gradients that come by no hook, from the model's last parameter on."""
         engine = self._run.engine
         if engine.gradients.are_sharded:
-            for model in self._run.models:
+            for model in self._run.prepared.models:
                 plain = engine.unwrap_model(model, keep_torch_compile=False)
                 for name, parameter in reversed([*plain.named_parameters()]):
                     self._reached(name, engine.gradient_sync.trained_parameter(parameter))

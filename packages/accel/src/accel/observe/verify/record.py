@@ -271,7 +271,7 @@ class TrainingRecorder(Observer):
         self._roots.append(inner)
         name = type(inner).__name__
         self.record["models"].append(name)
-        known = (item for model in self._run.models for item in model.modules())
+        known = (item for model in self._run.prepared.models for item in model.modules())
         if inner is module and not any(inner is item for item in known):
             self.record["unprepared"]["model"].append(name)
         for path, item in inner.named_modules():
@@ -352,7 +352,7 @@ class TrainingRecorder(Observer):
             return
         if optimizer not in self._counts:
             self._counts[optimizer] = 0
-            inner = [getattr(item, "optimizer", item) for item in self._run.optimizers]
+            inner = [getattr(item, "optimizer", item) for item in self._run.prepared.optimizers]
             if not any(optimizer is item for item in inner):
                 self.record["unprepared"]["optimizer"].append(type(optimizer).__name__)
         elif next(iter(self._counts.values())) >= self._num_steps:
@@ -367,7 +367,7 @@ class TrainingRecorder(Observer):
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         states = self._run.engine.states
         # DeepSpeed and Megatron step flat tensors of which each process has a shard.
-        steps_own = any(states.has_native_checkpoint(item) for item in self._run.optimizers)
+        steps_own = any(states.has_native_checkpoint(item) for item in self._run.prepared.optimizers)
         chosen = [item for item in held if id(item) in names or not steps_own]
         self._step.gradients = self._sketches(
             (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
