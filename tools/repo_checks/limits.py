@@ -10,7 +10,9 @@ from repo_checks.tree import Module
 __all__ = ["ENVIRONMENT_MODULE", "MAX_FUNCTION_LINES", "MAX_MODULE_LINES", "check_environment", "check_sizes"]
 
 ENVIRONMENT_MODULE = "accel_state.env"
-MAX_MODULE_LINES = 600
+MAX_MODULE_LINES = 600  # without docstrings
+FACADE = "accel.accelerator"  # one class with every documented method
+MAX_FACADE_LINES = 800
 MAX_FUNCTION_LINES = 80  # without the docstring
 
 ACCESS = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
@@ -45,9 +47,10 @@ def _accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _too_long(module: Module) -> Iterator[str]:
-    lines = len(module.path.read_text().splitlines())
-    if lines > MAX_MODULE_LINES:
-        yield f"{module.path}: {lines} lines, at most {MAX_MODULE_LINES}"
+    lines = len(module.path.read_text().splitlines()) - _docstring_lines(module.tree)
+    limit = MAX_MODULE_LINES if module.name != FACADE else MAX_FACADE_LINES
+    if lines > limit:
+        yield f"{module.path}: {lines} lines without docstrings, at most {limit}"
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = _length(node)
@@ -55,6 +58,13 @@ def _too_long(module: Module) -> Iterator[str]:
                 yield (
                     f"{module.at(node.lineno)}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
                 )
+
+
+def _docstring_lines(tree: ast.Module) -> int:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    docstrings = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    return sum((item.end_lineno or item.lineno) - item.lineno + 1 for item in docstrings)
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

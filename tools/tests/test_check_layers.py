@@ -91,7 +91,7 @@ def test_a_sound_repository(repository):
         ("accel_ops.reads", "import os\nos.environ['A']", "only accel_state.env may use os.environ"),
         ("accel_ops.reads", "import os as system\nsystem.getenv('A')", "may use os.getenv"),
         ("accel_ops.reads", "from os import environ", "may use os.environ"),
-        ("accel_ops.long", "x = 1\n" * 601, "601 lines, at most 600"),
+        ("accel_ops.long", "x = 1\n" * 601, "601 lines without docstrings, at most 600"),
         ("accel_ops.long", "def f():\n" + "    x = 1\n" * 80, "f has 81 lines, at most 80"),
     ],
 )

@@ -29,6 +29,8 @@ from accel_state.train_plan import make_train_plan
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from accel_state.train_plan import TrainPlan
 
     Objects = TypeVarTuple("Objects")
+    TrackerArgument: TypeAlias = LoggerName | LoggerType | GeneralTracker
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -125,11 +128,7 @@ class Accelerator:
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
         rng_types: Sequence[RNGTypeName | RNGType] | None = None,
-        log_with: LoggerName
-        | LoggerType
-        | GeneralTracker
-        | Sequence[LoggerName | LoggerType | GeneralTracker]
-        | None = None,
+        log_with: TrackerArgument | Sequence[TrackerArgument] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -148,17 +147,10 @@ class Accelerator:
         **unknown: Never,
     ) -> None:
         arguments.reject_unknown(Accelerator, unknown)
+        deprecated = {"fp16": fp16, "logging_dir": logging_dir, "dispatch_batches": dispatch_batches}
+        deprecated |= {"even_batches": even_batches, "use_seedable_sampler": use_seedable_sampler}
         mixed_precision, dataloader_config, project_config = arguments.resolve_deprecated(
-            mixed_precision,
-            dataloader_config,
-            project_config,
-            fp16=fp16,
-            logging_dir=logging_dir,
-            loader_settings={
-                "dispatch_batches": dispatch_batches,
-                "even_batches": even_batches,
-                "use_seedable_sampler": use_seedable_sampler,
-            },
+            deprecated, mixed_precision, dataloader_config, project_config
         )
         project_configuration = arguments.resolve_project(project_dir, project_config)
         dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)

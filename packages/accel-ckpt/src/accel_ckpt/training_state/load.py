@@ -188,23 +188,21 @@ def restore(
         CheckpointError: As `load_accelerator_state`.
     """
     # Set before `check`: comparing sharded objects is collective, and `check` runs in `run_on_all_ranks`.
-    different: list[str] = []
     states: dict[str, Any] = {}  # the states to load, by file
     not_loaded: list[Any] = []  # optimizers without a state
     loaders: list[tuple[Any, Any]] = []  # with their states
+    compared: Any = None
     if objects.sharded is not None:
         # Takes most of a second to import.
         from accel_ckpt.sharded.save_load import compare_sharded, load_sharded
 
         compared = compare_sharded(reader.folder, reader.names, objects.sharded, process)
-        different = compared.differences
-        not_loaded += (
-            [objects.sharded.optimizers[index] for index in compared.incomplete] if strict is False else []
-        )
+        if strict is False:
+            not_loaded += [objects.sharded.optimizers[index] for index in compared.incomplete]
 
     def check() -> Findings:
         findings = _audit(reader, objects, skip, process_index, process)
-        findings.critical += different
+        findings.critical += compared.differences if compared is not None else []
         findings.critical += compare_models(reader, objects.models)
         not_loaded.extend(_read_optimizers(reader, objects, skip, states, findings))
         unused = _unused_scheduler_files(reader, objects.schedulers, not_loaded, findings)
@@ -253,7 +251,7 @@ def restore(
         if objects.all_models and reader.facts.get("open_window") and gradients not in states:
             result = {"step": 0}  # training starts a new window
         _register_optimizer_undo(objects, undo)
-        if objects.sharded is not None:
+        if objects.sharded is not None and compared is not None:
             load_sharded(reader.folder, objects.sharded, process, compared, strict is not False)
         run_on_all_ranks(load, process, "loading the checkpoint")
         undo.pop_all()

@@ -86,33 +86,8 @@ def _restore(
         folder, reader = Path(input_dir), open_checkpoint(Path(input_dir), *read)
     else:
         folder, reader = _open_newest(run, read)
-    hook_models = models_for_hooks(run)
-    remaining = list(hook_models)
     engine = run.engine
-
-    def call_hooks() -> None:
-        engine.states.check_native(reader.names)  # before anything changes
-        # Hooks may remove models from the list, which they load themselves.
-        for hook in run.load_hooks.values():
-            hook(remaining, str(reader.folder))
-
-    if run.load_hooks:
-        # Everything that does not depend on hooks is checked first, as what they load cannot be undone.
-        rest = Objects([], [], run.prepared.schedulers, run.prepared.loaders, run.scaler, run.registered)
-        skip = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
-        restore(
-            reader,
-            rest,
-            run.process.rank,
-            run.process,
-            skip=skip,
-            strict=strict,
-            only_check=True,
-        )
-    # If a hook fails on one rank, the other ranks must not wait for it in the collectives below.
-    run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
-    kept_ids = {id(model) for model in remaining}
-    skipped = {index for index, model in enumerate(hook_models) if id(model) not in kept_ids}
+    skipped = _call_hooks(run, reader, strict)
     optimizers = [item for item in run.prepared.optimizers if not engine.states.has_native_checkpoint(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reader.names)
@@ -153,6 +128,28 @@ def _restore(
     _continue_window(run, reader, result)
     _set_next_number(run, folder)
     return True
+
+
+def _call_hooks(run: Run, reader: CheckpointReader, strict: bool | None) -> set[int]:
+    """Call the hooks; return the indexes of the models that they have removed from the list."""
+    hook_models = models_for_hooks(run)
+    remaining = list(hook_models)
+
+    def call_hooks() -> None:
+        run.engine.states.check_native(reader.names)  # before anything changes
+        # Hooks may remove models from the list, which they load themselves.
+        for hook in run.load_hooks.values():
+            hook(remaining, str(reader.folder))
+
+    if run.load_hooks:
+        # Everything that does not depend on hooks is checked first, as what they load cannot be undone.
+        rest = Objects([], [], run.prepared.schedulers, run.prepared.loaders, run.scaler, run.registered)
+        skip = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
+        restore(reader, rest, run.process.rank, run.process, skip=skip, strict=strict, only_check=True)
+    # If a hook fails on one rank, the other ranks must not wait for it in the collectives below.
+    run_on_all_ranks(call_hooks, run.process, "calling the hooks of load_state")
+    kept_ids = {id(model) for model in remaining}
+    return {index for index, model in enumerate(hook_models) if id(model) not in kept_ids}
 
 
 def _continue_window(run: Run, reader: CheckpointReader, result: dict[str, Any]) -> None:

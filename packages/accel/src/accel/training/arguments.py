@@ -192,37 +192,34 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
 
 
 def resolve_deprecated(
+    deprecated: Mapping[str, Any],
     mixed_precision: Any,
     loaders: DataLoaderConfiguration | None,
     project: ProjectConfiguration | None,
-    *,
-    fp16: Any,
-    logging_dir: Any,
-    loader_settings: Mapping[str, Any],
 ) -> tuple[Any, DataLoaderConfiguration | None, ProjectConfiguration | None]:
     """Translate deprecated arguments, each with a FutureWarning.
 
     Args:
+        deprecated: Their values by name; UNSET where one was not passed.
         mixed_precision: The current argument, which wins over `fp16`.
         loaders: The current dataloader_config.
         project: The current project_config.
-        fp16: Whether to train in fp16; UNSET where it was not passed, like the others.
-        logging_dir: Where trackers write.
-        loader_settings: Settings of DataLoaderConfiguration by name.
 
     Returns:
         mixed_precision, dataloader_config and project_config.
     """
-    if fp16 is not UNSET:
-        _warn_deprecated("fp16", f"mixed_precision={'fp16' if fp16 else 'no'!r}")
-        mixed_precision = mixed_precision or ("fp16" if fp16 else "no")
-    for name, value in loader_settings.items():
-        if value is not UNSET:
+    for name, value in deprecated.items():
+        if value is UNSET:
+            continue
+        if name == "fp16":
+            _warn_deprecated(name, f"mixed_precision={'fp16' if value else 'no'!r}")
+            mixed_precision = mixed_precision or ("fp16" if value else "no")
+        elif name == "logging_dir":
+            _warn_deprecated(name, f"project_config=ProjectConfiguration(logging_dir={value!r})")
+            project = replace(project or ProjectConfiguration(), logging_dir=value)
+        else:
             _warn_deprecated(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")
             loaders = replace(loaders or DataLoaderConfiguration(), **{name: value})
-    if logging_dir is not UNSET:
-        _warn_deprecated("logging_dir", f"project_config=ProjectConfiguration(logging_dir={logging_dir!r})")
-        project = replace(project or ProjectConfiguration(), logging_dir=logging_dir)
     return mixed_precision, loaders, project
 
 
