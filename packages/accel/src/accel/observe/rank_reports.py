@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import platform
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel_ops.debug.store import default_store
+from accel_ops.memory import peak_memory
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
+
+
+def describe_rank(process: ProcessInfo) -> dict[str, Any]:
+    """Return which process a report is from, where it runs, and the most memory that it had, in bytes."""
+    of_process = {"rank": process.rank, "host": platform.node(), "device": str(process.device)}
+    return of_process | {"peak_memory": peak_memory()}
 
 
 class RankReports:

@@ -45,7 +45,7 @@ class GradientWaits:
         inner = getattr(model, "_orig_mod", model)  # of a compiled one
         if not isinstance(inner, DistributedDataParallel):
             return model
-        inner._set_ddp_runtime_logging_sample_rate(self._rate)
+        inner._set_ddp_runtime_logging_sample_rate(self._rate)  # type: ignore[no-untyped-call]
         self._models[inner] = -1
         self.is_active = True
         has_buffers = next(inner.module.buffers(), None) is not None
@@ -70,11 +70,12 @@ class GradientWaits:
     def stop(self) -> None:
         """Let DDP sample as it does by itself."""
         for model in self._models:
-            model._set_ddp_runtime_logging_sample_rate(_DEFAULT_RATE)
+            model._set_ddp_runtime_logging_sample_rate(_DEFAULT_RATE)  # type: ignore[no-untyped-call]
 
     def _sample(self) -> None:
         for model, last in list(self._models.items()):
-            times = model._get_ddp_logging_data()  # of the pass that was sampled last, in nanoseconds
+            # Of the pass that was sampled last, in nanoseconds.
+            times = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
             # There is none at first, and on devices that are neither CPUs nor GPUs.
             if times.get("iteration", last) != last and "backward_comm_time" in times:
                 self._models[model] = times["iteration"]

@@ -20,6 +20,7 @@ class RunFiles:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self._started = time.time()  # in seconds since the epoch
 
     def add_gather(
         self,
@@ -53,6 +54,37 @@ class RunFiles:
         line = {"time": round(time.time(), 3), "step": last_step, "values": values, "slow": slow}
         self._write("statistics.jsonl", json.dumps(line) + "\n", mode="a")
 
+    def make_summary(
+        self, ranks: Sequence[Mapping[str, Any]], processes: int, share: float, every: int
+    ) -> dict[str, Any]:
+        """Return the summary of a run, as `summary.json` has it.
+
+        Args:
+            ranks: The reports of the ranks: "steps", "samples", "seconds" by part, and what
+                `accel.observe.rank_reports.describe_rank` says.
+            processes: Number of processes of the run.
+            share: The part of the samples of all ranks that are different ones.
+            every: Steps between two gathers.
+        """
+        longest = max(sum(rank["seconds"].values()) for rank in ranks)
+        # Ranks of one tensor-parallel group read the same samples.
+        samples = round(share * sum(rank["samples"] for rank in ranks))
+        rounded = [{name: round(value, 6) for name, value in rank["seconds"].items()} for rank in ranks]
+        return {
+            "version": 1,
+            "started": round(self._started, 3),
+            "ended": round(time.time(), 3),
+            "processes": processes,
+            "steps": max(rank["steps"] for rank in ranks),
+            "samples": samples,
+            "seconds": round(longest, 6),
+            "samples_per_second": round(samples / longest, 3) if longest else 0.0,
+            "every": every,
+            "ranks": [{**rank, "seconds": seconds} for rank, seconds in zip(ranks, rounded, strict=True)],
+            "missing": sorted(set(range(processes)) - {rank["rank"] for rank in ranks}),
+            "slow": [],
+        }
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         self._write("summary.json", json.dumps(summary, indent=1) + "\n", mode="w")
@@ -71,36 +103,3 @@ class RunFiles:
                 about="process",
             )
             self.folder = None
-
-
-def make_summary(
-    ranks: Sequence[Mapping[str, Any]], processes: int, share: float, started: float, every: int
-) -> dict[str, Any]:
-    """Return the summary of a run, as `summary.json` has it.
-
-    Args:
-        ranks: The reports of the ranks: "rank", "device", "host", "steps", "samples", "seconds" by part and
-            "peak_memory".
-        processes: Number of processes of the run.
-        share: The part of the samples of all ranks that are different ones.
-        started: When the run began, in seconds since the epoch.
-        every: Steps between two gathers.
-    """
-    longest = max(sum(rank["seconds"].values()) for rank in ranks)
-    # Ranks of one tensor-parallel group read the same samples.
-    samples = round(share * sum(rank["samples"] for rank in ranks))
-    rounded = [{name: round(value, 6) for name, value in rank["seconds"].items()} for rank in ranks]
-    return {
-        "version": 1,
-        "started": round(started, 3),
-        "ended": round(time.time(), 3),
-        "processes": processes,
-        "steps": max(rank["steps"] for rank in ranks),
-        "samples": samples,
-        "seconds": round(longest, 6),
-        "samples_per_second": round(samples / longest, 3) if longest else 0.0,
-        "every": every,
-        "ranks": [{**rank, "seconds": seconds} for rank, seconds in zip(ranks, rounded, strict=True)],
-        "missing": sorted(set(range(processes)) - {rank["rank"] for rank in ranks}),
-        "slow": [],
-    }

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.observe.base import ObserverKwargs
 from accel_state import env
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:
-    from accel.observe.statistics.observer import Statistics
     from accel.training.run import Run
-
-__all__ = ["StatisticsKwargs"]
-
-
-def _steps_of_environment() -> int:
-    return int(env.get("ACCELERATE_STATISTICS"))
 
 
 @dataclass
@@ -44,7 +38,7 @@ class StatisticsKwargs(ObserverKwargs):
         ValueError: If `every` is negative or `slow` is not above 1.
     """
 
-    every: int = field(default_factory=_steps_of_environment)
+    every: int = field(default_factory=partial(env.get, "ACCELERATE_STATISTICS"))
     slow: float = 1.2
     summary: bool = True
     folder: str | None = None
@@ -62,7 +56,7 @@ class StatisticsKwargs(ObserverKwargs):
                 "need 20 % more time than the median."
             )
 
-    def start(self, run: Run) -> Statistics:
+    def start(self, run: Run) -> Any:
         """Make the observer of a run that has prepared nothing yet."""
         from accel.observe.statistics.observer import Statistics
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import get_ident
 from time import perf_counter
-from typing import Any
 
 PARTS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint", "other")
 """What time is spent on; "other" is the rest of the script.
@@ -27,7 +26,7 @@ class Clock:
     therefore takes its notes itself: `clock.note((part, is_begin, clock.now(), get_ident()))`.
 
     Args:
-        synchronize: Called before the time is read, to wait for an accelerator; None not to wait.
+        now: Returns the time, in seconds.
 
     Attributes:
         note: Takes a note: a part; whether it begins, or ends; the time; and the thread.
@@ -35,29 +34,21 @@ class Clock:
         seconds: By part, what was added up.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         # Not a list: a compiler that looks into a forward method compiles it again for each length of one.
         self.notes: SimpleQueue[tuple[str, bool, float, int]] = SimpleQueue()
         self.note = self.notes.put
-        self.now = perf_counter if synchronize is None else self._synchronized_now
+        self.now = now
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._synchronize = synchronize
         self._parts = ["other"]  # those that have begun, the innermost last
         self._thread = get_ident()
         self._since: float | None = None
         self._is_adding = False
 
-    @property
-    def current(self) -> str:
-        """The part that time goes to now."""
-        self.add_up()
-        return self._parts[-1]
-
     def read(self) -> dict[str, float]:
         """Return the seconds of each part up to now."""
         self.add_up()
-        if self._since is not None:
-            self._count_until(self.now())
+        self._count_until(self.now())
         return dict(self.seconds)
 
     def add_up(self) -> None:
@@ -73,10 +64,9 @@ class Clock:
 
     def _add(self, part: str, begins: bool, time: float) -> None:
         parts = self._parts
-        if self._since is not None:
-            self._count_until(time)
-        elif part in ("data", "forward", "backward") and begins and "checkpoint" not in parts:
-            self._since = time
+        self._count_until(time)
+        is_first = begins and part in ("data", "forward", "backward") and "checkpoint" not in parts
+        self._since = time if is_first and self._since is None else self._since
         # A part ends once, and one that an error has left open ends when it begins again; a model may call
         # another.
         if part in parts and not (begins and part in ("forward", "checkpoint")):
@@ -85,18 +75,12 @@ class Clock:
             parts.append(part)
 
     def _count_until(self, time: float) -> None:
-        assert self._since is not None
-        # All time in a checkpoint is the checkpoint's.
-        self.seconds["checkpoint" if "checkpoint" in self._parts else self._parts[-1]] += time - self._since
-        self._since = time
+        if self._since is not None:
+            # All time in a checkpoint is the checkpoint's.
+            self.seconds["checkpoint" if "checkpoint" in self._parts else self._parts[-1]] += (
+                time - self._since
+            )
+            self._since = time
 
-    def __deepcopy__(self, memo: Any) -> Clock:
-        return self  # copies of a model are timed too
-
-    def __reduce__(self) -> Any:
-        return Clock, ()  # what is pickled is timed by no clock of this run
-
-    def _synchronized_now(self) -> float:
-        if self._synchronize is not None and get_ident() == self._thread:
-            self._synchronize()
-        return perf_counter()
+    def __reduce__(self) -> tuple[type[Clock], tuple[()]]:
+        return Clock, ()  # copies of a model are timed by no clock of this run

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.engines.common.gradient_waits import GradientWaits
-from accel.observe.rank_reports import RankReports
-from accel.observe.report.files import RunFiles, make_summary
+from accel.observe.rank_reports import RankReports, describe_rank
+from accel.observe.report.files import RunFiles
 from accel.observe.report.summary import render_text
 from accel.observe.statistics.clock import MANY_NOTES, PARTS, Clock
 from accel.observe.statistics.stragglers import RANK_PARTS, Straggler, find_stragglers
 from accel.observe.unused_batches import UnusedBatches
 from accel_data.dispatch.loader import DataLoaderDispatcher
-from accel_ops.memory import peak_memory
 from accel_ops.trees.tensors import ignorant_find_batch_size
 from accel_state.devices.table import device_spec
 from accel_state.logging.warning import warn
@@ -50,13 +47,12 @@ class Statistics(Observer):
         self._reports = RankReports(run.process, "statistics")
         self._data_rank, size = run.engine.loaders.dp_rank_and_size
         self._share = size / run.process.world_size  # of the samples of all ranks that are different ones
-        device = run.process.device
-        self.clock = Clock(partial(device_spec(device).synchronize, device) if settings.synchronize else None)
+        now = partial(_synchronized_now, run.process.device) if settings.synchronize else time.perf_counter
+        self.clock = Clock(now)
         self._note, self._now = self.clock.note, self.clock.now
-        self._started = time.time()
         self._batches = UnusedBatches()
-        self._steps = self._samples = self._gathers = 0
-        self._steps_of: Counter[int] = Counter()  # by the id of the optimizer
+        self._steps = self._samples = 0
+        self._steps_of: dict[int, int] = {}  # by the id of the optimizer
         self._reading = "data"  # the part that the last batch was read in
         self._waits = GradientWaits(rate=max(1, settings.every // 10 or 10))
         self._before: dict[str, Any] = {"steps": 0, "samples": 0, "seconds": dict.fromkeys(PARTS, 0.0)}
@@ -89,9 +85,8 @@ class Statistics(Observer):
         """Count the samples of a batch, which a backward pass may use."""
         self._note((self._reading, False, self._now(), get_ident()))
         real = loader.real_samples  # None where nothing is padded
-        self._batches.add(
-            loader, (ignorant_find_batch_size(batch) or 0) if real is None else real[self._data_rank]
-        )
+        size = ignorant_find_batch_size(batch) if real is None else real[self._data_rank]
+        self._batches.add(loader, size or 0)
 
     def loader_ended(self, loader: Any) -> None:
         """End the reading of a batch that did not come."""
@@ -108,8 +103,6 @@ class Statistics(Observer):
         self._note(("backward", False, self._now(), get_ident()))
         if self._waits.is_active and self._run.gradient_state.sync_gradients:
             self._waits.count_pass()
-        if self.clock.notes.qsize() > MANY_NOTES:
-            self.clock.add_up()
 
     def before_step(self, optimizer: Any) -> None:
         """Time a step."""
@@ -118,8 +111,8 @@ class Statistics(Observer):
     def after_step(self, optimizer: Any) -> None:
         """Count it; of several optimizers the one with most steps counts."""
         self._note(("optimizer", False, self._now(), get_ident()))
-        self._steps_of[id(optimizer)] += 1
-        if self._steps_of[id(optimizer)] > self._steps:
+        steps = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
+        if steps > self._steps:
             self._steps += 1
             if self._settings.every and self._steps % self._settings.every == 0:
                 self._gather()
@@ -145,15 +138,14 @@ class Statistics(Observer):
         for hook in self._hooks:
             hook.remove()
         self._waits.stop()
-        of_rank = {"rank": process.rank, "host": platform.node(), "device": str(process.device)}
-        self._reports.send("summary", of_rank | numbers | {"peak_memory": peak_memory()})
+        self._reports.send("summary", describe_rank(process) | numbers)
         if not process.is_main:
             return
         ranks = [*(self._reports.receive("summary", ANSWER_S, partial=True) or {}).values()]
         self._receive()
-        size, every = process.world_size, self._settings.every
-        summary = make_summary(ranks, size, self._share, self._started, every)
-        if self._gathers < 2 and not summary["missing"]:
+        every = self._settings.every
+        summary = self._files.make_summary(ranks, process.world_size, self._share, every)
+        if not summary["missing"] and not (every and self._steps >= 2 * every):  # too few gathers
             self._add_slow(self._find_slow(ranks), 1, summary["steps"])
         summary["slow"] = list(self._slow.values())
         self._files.write_summary(summary)
@@ -186,36 +178,33 @@ class Statistics(Observer):
             reports = self._reports.receive(str(self._sent[0]))
             if reports is None:
                 return
-            self._take([*reports.values()], self._sent.pop(0))
-
-    def _take(self, ranks: list[dict[str, Any]], last: int) -> None:
-        """Warn of slow processes, and write a line about a gather."""
-        found = self._find_slow(ranks)
-        self._gathers += 1
-        # Twice in a row: any process may be held up for once.
-        lasting = [slow for slow in found if slow.rank in self._slow_before]
-        self._slow_before = {slow.rank for slow in found}
-        steps = ranks[0]["steps"]
-        for slow in lasting:
-            if (slow.rank, slow.part) not in self._slow:  # warned once; the summary has the rest
-                warn(slow.describe(last - steps + 1, last), about="process")
-        self._add_slow(lasting, last - steps + 1, last)
-        rows = [{"rank": slow.rank, "part": slow.part, "ratio": round(slow.ratio, 3)} for slow in found]
-        self._files.add_gather(ranks, last, self._share, RANK_PARTS, rows)
+            ranks, last = [*reports.values()], self._sent.pop(0)
+            found, first = self._find_slow(ranks), last - ranks[0]["steps"] + 1
+            # Twice in a row: any process may be held up for once.
+            lasting = [slow for slow in found if slow.rank in self._slow_before]
+            self._slow_before = {slow.rank for slow in found}
+            self._add_slow(lasting, first, last, warns=True)
+            self._files.add_gather(ranks, last, self._share, RANK_PARTS, [slow.to_dict() for slow in found])
 
     def _find_slow(self, ranks: list[dict[str, Any]]) -> list[Straggler]:
         seconds, steps = [rank["seconds"] for rank in ranks], [rank["steps"] for rank in ranks]
         return find_stragglers(seconds, steps, self._settings.slow, hides_waits=not self._waits.is_active)
 
-    def _add_slow(self, found: list[Straggler], first: int, last: int) -> None:
+    def _add_slow(self, found: list[Straggler], first: int, last: int, warns: bool = False) -> None:
         for slow in found:
-            entry = {"rank": slow.rank, "part": slow.part, "ratio": 0.0, "steps": [first, last]}
-            entry = self._slow.setdefault((slow.rank, slow.part), entry)
-            entry["ratio"] = max(entry["ratio"], round(slow.ratio, 3))
+            if warns and (slow.rank, slow.part) not in self._slow:  # once; the summary has the rest
+                warn(slow.describe(first, last), about="process")
+            entry = self._slow.setdefault((slow.rank, slow.part), slow.to_dict() | {"steps": [first, last]})
+            entry["ratio"] = max(entry["ratio"], slow.to_dict()["ratio"])
             entry["steps"][1] = last
+
+
+def _synchronized_now(device: torch.device) -> float:
+    device_spec(device).synchronize(device)
+    return time.perf_counter()
 
 
 def _note(clock: Clock, part: str, begins: bool, *_: Any) -> None:
     clock.note((part, begins, clock.now(), get_ident()))
-    if clock.notes.qsize() > MANY_NOTES:  # in an evaluation
+    if clock.notes.qsize() > MANY_NOTES:
         clock.add_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Any
 
 from accel.observe.statistics.clock import PARTS
 
@@ -33,6 +34,10 @@ class Straggler:
     usual_s: float
     part_s: float
     usual_part_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what files say about it."""
+        return {"rank": self.rank, "part": self.part, "ratio": round(self.ratio, 3)}
 
     def describe(self, first_step: int, last_step: int) -> str:
         """Return one sentence about steps `first_step` to `last_step`."""
