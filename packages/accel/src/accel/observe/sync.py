@@ -26,7 +26,7 @@ def verify_sync(
         rng: Whether to compare random generators.
 
     Returns:
-        The names of what was not compared, as no other process has it alike.
+        The names of what was not compared, as no other process has the same.
 
     Raises:
         DistributedOperationException: On every process, if something differs.
@@ -48,7 +48,7 @@ def verify_before_save(run: Run, process: ProcessInfo) -> None:
     """In debug mode, make sure that what a checkpoint has of parameters is what all that save have.
 
     Buffers and random generators may differ in correct training: running statistics of batch norm, and seeds
-    that are the process's own.
+    that belong to the process.
     """
     if not process.debug or process.world_size == 1 or not run.prepared.models:
         return

@@ -44,7 +44,7 @@ REGISTERED: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Make a tracker of your own available by its name in `log_with`.
+    """Make your tracker class available by its name in `log_with`.
 
     Args:
         tracker_class: The class; `init_trackers` makes it with the project's name as its first argument. One
@@ -154,7 +154,7 @@ def _all_that_can_start(logging_dir: str | os.PathLike[str] | None) -> list[str]
 def _check_known(name: str) -> None:
     if is_known(name):
         return
-    known = [*TRACKERS, *(own for own in REGISTERED if own not in TRACKERS)]
+    known = [*TRACKERS, *(item for item in REGISTERED if item not in TRACKERS)]
     hint = did_you_mean(name, known)
     raise ValueError(f"log_with got {name!r}; it takes all, {', '.join(known)}, or a GeneralTracker.{hint}")
 

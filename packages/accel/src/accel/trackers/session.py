@@ -1,4 +1,4 @@
-"""The tracking side of the Accelerator: starting trackers, finding one, and logging to all."""
+"""The trackers of an Accelerator: starting them, finding one, and logging to all."""
 
 from __future__ import annotations
 
@@ -68,14 +68,16 @@ class TrackerSession:
             return
         init_kwargs = self._checked("init_kwargs", init_kwargs)
         for item in self.log_with:
-            # An object may have a name of its own, which its class does not have.
-            asked = item if isinstance(item, GeneralTracker) else tracker_class(item)
+            # An object may have another name than its class.
+            tracker_type = item if isinstance(item, GeneralTracker) else tracker_class(item)
             # Not even made, so that the other processes need no login and no network.
-            if asked.main_process_only and not self.run.process.is_main:
+            if tracker_type.main_process_only and not self.run.process.is_main:
                 continue
             # A copy, to which the folder may be added.
-            options = dict(init_kwargs.get(asked.name) or {})
-            tracker = self._attempt(asked.name, "start", self._start, asked, project_name, options)
+            options = dict(init_kwargs.get(tracker_type.name) or {})
+            tracker = self._attempt(
+                tracker_type.name, "start", self._start, tracker_type, project_name, options
+            )
             if tracker is not None:
                 self.trackers.append(tracker)
         if config is not None:
@@ -99,21 +101,21 @@ class TrackerSession:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        asked = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
+        names = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
         has_no_library = is_known(name) and name not in get_available_trackers()
-        if has_no_library or is_verifying() or (name in asked and self.finished_trackers is not None):
+        if has_no_library or is_verifying() or (name in names and self.finished_trackers is not None):
             return BlankTracker()
-        if name in asked:
+        if name in names:
             raise ValueError(f"the tracker {name!r} has not been started. Call init_trackers() first.")
-        raise ValueError(f"there is no tracker {name!r}; log_with has {asked}. Name it there.")
+        raise ValueError(f"there is no tracker {name!r}; log_with has {names}. Name it there.")
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Log `values` to each tracker, with the further arguments that `log_kwargs` has under its name."""
-        own = self._checked("log_kwargs", log_kwargs)
+        by_tracker = self._checked("log_kwargs", log_kwargs)
         for tracker in self._running_trackers():
-            options = own.get(tracker.name) or {}
+            options = by_tracker.get(tracker.name) or {}
             self._attempt(tracker.name, "log", tracker.log, values, **{"step": step, **options})
 
     def log_images(
@@ -127,9 +129,9 @@ class TrackerSession:
             step: The step.
             log_kwargs: Further arguments, by tracker name.
         """
-        own = self._checked("log_kwargs", log_kwargs)
+        by_tracker = self._checked("log_kwargs", log_kwargs)
         for tracker in self._running_trackers():
-            options = own.get(tracker.name) or {}
+            options = by_tracker.get(tracker.name) or {}
             self._attempt(tracker.name, "log_images", tracker.log_images, values, **{"step": step, **options})
 
     def log_table(
@@ -151,10 +153,10 @@ class TrackerSession:
             step: The step.
             log_kwargs: Further arguments, by tracker name.
         """
-        own = self._checked("log_kwargs", log_kwargs)
+        by_tracker = self._checked("log_kwargs", log_kwargs)
         table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
         for tracker in self._running_trackers():
-            options = own.get(tracker.name) or {}
+            options = by_tracker.get(tracker.name) or {}
             self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **{**table, **options})
 
     def finish_trackers(self) -> None:
@@ -176,16 +178,16 @@ class TrackerSession:
 
     def _start(
         self,
-        asked: GeneralTracker | type[GeneralTracker],
+        tracker_type: GeneralTracker | type[GeneralTracker],
         project_name: str,
         options: dict[str, Any],
     ) -> GeneralTracker:
-        if isinstance(asked, GeneralTracker):
-            tracker = asked
+        if isinstance(tracker_type, GeneralTracker):
+            tracker = tracker_type
         else:
-            if asked.requires_logging_directory:
+            if tracker_type.requires_logging_directory:
                 options.setdefault("logging_dir", self.run.project_configuration.logging_dir)
-            make: Any = asked  # constructors of trackers differ
+            make: Any = tracker_type  # constructors of trackers differ
             tracker = make(project_name, **options)
         tracker.start()
         return tracker
@@ -194,7 +196,7 @@ class TrackerSession:
         self, name: str, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call the function; an error is a warning the first time, and raised where trackers are strict."""
-        # Positional parameters alone: a tracker's own options may be called "name", too.
+        # Positional parameters only: options of a tracker may be called "name" too.
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -217,10 +219,10 @@ class TrackerSession:
         """Return options by tracker name, and warn of those that no tracker gets."""
         if not options:
             return {}
-        asked = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
+        names = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
         for name in options:
             # Scripts hold options for several trackers, and ask for one of them.
-            if name not in asked and not is_known(name):
-                hint = did_you_mean(name, [*TRACKERS, *asked])
+            if name not in names and not is_known(name):
+                hint = did_you_mean(name, [*TRACKERS, *names])
                 warn(f"{argument} has {name!r}, and there is no tracker of that name.{hint}")
         return options

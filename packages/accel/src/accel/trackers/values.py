@@ -22,7 +22,7 @@ def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     Args:
         value: Any value; dicts, lists and tuples are converted at any depth.
         other: Converts larger tensors and arrays, and other objects, instead; `unchanged` leaves them to a
-            library that has types of its own for media.
+            library that has its own types for media.
     """
     # Exact types: numpy's float64 is a float, and an IntEnum an int, that not every library writes.
     if value is None or type(value) in (int, float, str, bool):
@@ -126,7 +126,7 @@ def images(value: Any) -> list[Any]:
 
 
 def named_images(values: Mapping[str, Any], separator: str = "/") -> Iterator[tuple[str, Any]]:
-    """Give each image a name of its own: that of its value, and for the second of them on its place too."""
+    """Name each image: by its value, and from the second image on by its index too."""
     for name, value in values.items():
         for index, image in enumerate(images(value)):
             yield name if index == 0 else f"{name}{separator}{index}", image

@@ -540,7 +540,7 @@ def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model):
 
 
 def sharded_run(folder):
-    accelerator = accelerator_with(folder, every=4, slow=1.5, sharded=True)
+    accelerator = accelerator_with(folder, every=4, slow=1.2, sharded=True)
     late_s = 0.06 if accelerator.process_index else 0.004
     model = torch.nn.Linear(4, 1)
     with warnings.catch_warnings():

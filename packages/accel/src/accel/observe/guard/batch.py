@@ -13,13 +13,13 @@ from accel_ops.trees.walk import children, keys, rebuild
 
 
 class BatchError(ValueError):
-    """A batch cannot be put together again."""
+    """A batch cannot be rebuilt."""
 
 
 def encode(tree: Any) -> dict[str, Any]:
     """Turn a batch into plain values; tensors are copied to the CPU.
 
-    What is no tensor, array, number, text or container of these is left out, and its type noted.
+    Anything but tensors, arrays, numbers, text and containers of these is left out; its type is recorded.
     """
     if isinstance(tree, torch.Tensor):
         # Cloned: a view would be saved with all that it is a view of.
@@ -40,7 +40,7 @@ def encode(tree: Any) -> dict[str, Any]:
 
 
 def decode(coded: dict[str, Any], template: Any, device: torch.device) -> Any:
-    """Put a batch together again.
+    """Rebuild a batch.
 
     Args:
         coded: What `encode` returned.

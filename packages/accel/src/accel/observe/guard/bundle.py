@@ -1,4 +1,4 @@
-"""Bundles: a checkpoint, and beside it the window whose losses it recomputes, written all or not at all."""
+"""Bundles: a checkpoint and the window whose losses it recomputes, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FACTS = "guard.json"
 _VERSION = 1
 # Of one process, of what starts it, or of the guard itself; other settings are those of the run.
-_OWN = ("GUARD", "GUARD_BUNDLE", "REPLAY", "NUM_PROCESSES", "TORCH_DEVICE", "DEBUG_RDV_FILE")
+_OF_PROCESS = ("GUARD", "GUARD_BUNDLE", "REPLAY", "NUM_PROCESSES", "TORCH_DEVICE", "DEBUG_RDV_FILE")
 _PREFIXES = ("ACCELERATE_", "FSDP_")
 
 
@@ -52,8 +52,8 @@ def window_file(rank: int) -> str:
     return f"guard_rank_{rank}.bin"
 
 
-def shown(folder: Path) -> str:
-    """A folder as it is shown: from here where it is inside of the working folder."""
+def display_path(folder: Path) -> str:
+    """Return a folder for messages: relative to the working folder if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
@@ -160,6 +160,6 @@ def _facts(run: Run, about: Bundle) -> dict[str, Any]:
 
 def _environment() -> dict[str, str]:
     # Variables of the table alone: others may hold secrets.
-    own = {f"ACCELERATE_{name}" for name in _OWN}
-    chosen = [name for name in VARIABLES if name.startswith(_PREFIXES) and name not in own]
+    of_process = {f"ACCELERATE_{name}" for name in _OF_PROCESS}
+    chosen = [name for name in VARIABLES if name.startswith(_PREFIXES) and name not in of_process]
     return {name: text for name in chosen if (text := env.raw(name))}

@@ -18,7 +18,7 @@ class Measured:
     """The gradients of one optimizer.
 
     Attributes:
-        count: How many parameters have one, or a part of one.
+        count: How many parameters have one, or a shard of one.
         broken: The parameters whose gradients are not finite.
     """
 
@@ -27,7 +27,7 @@ class Measured:
 
 
 def measure(param_groups: Sequence[dict[str, Any]]) -> Measured:
-    """Look at the gradients of an optimizer's parameters, of shards at the part that is here.
+    """Check the gradients of an optimizer's parameters; of sharded ones this process's shard.
 
     Waits for the device once.
     """
@@ -59,18 +59,18 @@ def measure(param_groups: Sequence[dict[str, Any]]) -> Measured:
 
 
 class BackwardOrder:
-    """In which order backward reaches parameters, noted in the first accumulation window.
+    """The order in which backward reaches parameters, recorded in the first accumulation window.
 
-    Hooks cost a call of Python for each parameter, so that they are there no longer than that. A model whose
-    gradients come by no hook (in shards) counts from its last parameter to its first.
+    Hooks cost a call of Python per parameter, so they are removed after that window. A model whose gradients
+    call no hook (sharded ones) counts from its last parameter to its first.
     """
 
     def __init__(self) -> None:
         self._places: Any = WeakIdKeyDictionary()
         self._handles: list[Any] = []
 
-    def note(self, model: torch.nn.Module) -> None:
-        """Note the order of a model in the passes to come."""
+    def record(self, model: torch.nn.Module) -> None:
+        """Record the order of a model in the next passes."""
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 handle = parameter.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class BackwardOrder:
         self._places.setdefault(parameter, len(self._places))
 
     def end(self) -> None:
-        """Take off the hooks."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -91,7 +91,7 @@ class BackwardOrder:
             parameter: The parameter.
             index: Its place in the model's order.
         """
-        # Behind all that were noted: 2**40 is more than any model has.
+        # After all that were recorded: 2**40 is more than any model has.
         return int(self._places.get(parameter, 2**40 - index))
 
 

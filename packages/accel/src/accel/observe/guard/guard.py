@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel.observe.guard.bundle import Bundle, shown, write
+from accel.observe.guard.bundle import Bundle, display_path, write
 from accel.observe.guard.errors import GuardError
 from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
 from accel.observe.guard.record import WindowRecorder
@@ -67,7 +67,7 @@ class Guard(Observer):
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Record the order of its parameters in backward."""
         if self._settings.check_gradients and not self._run.engine.gradients.are_sharded:
-            self._order.note(model)
+            self._order.record(model)
         if self._recorder is not None:
             self._recorder.model_prepared(model)
 
@@ -124,9 +124,7 @@ class Guard(Observer):
         """Measure the gradients of the window."""
         self._order.end()
         if self._settings.check_gradients:
-            optimizers = [
-                item for item in self._run.prepared.optimizers if type(item) is AcceleratedOptimizer
-            ]
+            optimizers = [item for item in self._run.prepared.optimizers if type(item) is AcceleratedOptimizer]
             self._measured = {id(item): measure(item.param_groups) for item in optimizers}
 
     def before_step(self, optimizer: Any) -> bool:
@@ -193,7 +191,7 @@ class Guard(Observer):
         except Exception as error:  # a disk that is full must not end the training
             return f" No bundle could be written ({type(error).__name__}: {error})."
         self._written += 1
-        return f" To recompute it: accel replay {shown(folder)}"
+        return f" To recompute it: accel replay {display_path(folder)}"
 
     def _facts(self, measured: Measured) -> torch.Tensor:
         """Whether a loss is not finite, whether a gradient is not, and the mean loss (NaN without any)."""

@@ -13,7 +13,7 @@ import torch
 
 from accel.observe.base import ObserverKwargs
 from accel.observe.guard.batch import BatchError, decode
-from accel.observe.guard.bundle import read_facts, read_window, shown
+from accel.observe.guard.bundle import display_path, read_facts, read_window
 from accel.observe.guard.record import called_module, loader_number, model_buffers
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import rank_of
@@ -66,7 +66,8 @@ class _Replay(Observer):
         here, there = str(run.state.mixed_precision), self._facts["mixed_precision"]
         if here != there:
             warn(f"The bundle was written with mixed_precision={there!r}, and it is {here!r} here.")
-        print(f"Replaying {shown(path.parent)}, rank {rank_of(path.name)} of {self._facts['world_size']}.")
+        folder, size = display_path(path.parent), self._facts["world_size"]
+        print(f"Replaying {folder}, rank {rank_of(path.name)} of {size}.")
         print(self._facts["message"])
 
     def before_step(self, optimizer: Any) -> bool:

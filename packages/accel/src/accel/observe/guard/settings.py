@@ -38,7 +38,7 @@ class GuardKwargs(ObserverKwargs):
             median of the last `spike_window` steps' losses (means over all processes; from 10 of them on);
             default: spikes are not looked for.
         spike_window: Steps of that median.
-        check_gradients: Whether gradients are looked at, besides losses.
+        check_gradients: Whether to check gradients too, not only losses.
 
     Raises:
         ValueError: If a value is out of range.

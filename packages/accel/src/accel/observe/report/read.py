@@ -1,4 +1,4 @@
-"""Reading what runs have logged: files of the built-in tracker, and what statistics wrote beside them."""
+"""Reading what runs have logged: files of the built-in tracker, and the files of statistics."""
 
 from __future__ import annotations
 

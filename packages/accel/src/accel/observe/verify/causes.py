@@ -1,4 +1,4 @@
-"""Why two runs are not the same training: causes that are known, and there in what was recorded."""
+"""Why two runs are not the same training: the known causes that the records show."""
 
 from __future__ import annotations
 

@@ -94,5 +94,5 @@ def sketch(tensor: torch.Tensor) -> list[float]:
 
 @lru_cache(maxsize=1)
 def _directions() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)  # of its own: the script's draws stay what they are
+    generator = torch.Generator().manual_seed(0)  # a separate one: the script's draws do not change
     return torch.randn(_CHUNK, PROJECTIONS, dtype=torch.float64, generator=generator)

@@ -206,7 +206,7 @@ class TrainingRecorder(Observer):
             self._pending[id(loader)] = deque(left), loader
 
     def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
-        if self._depth:  # a prepared loader reads its own
+        if self._depth:  # a prepared loader reads it
             return original(loader)  # type: ignore[no-any-return]
         return self._batches(original, loader)
 
@@ -266,13 +266,13 @@ class TrainingRecorder(Observer):
 
     def _record_root(self, module: torch.nn.Module) -> None:
         inner = extract_model_from_parallel(module, keep_torch_compile=False)
-        if any(inner is known for known in self._roots):
+        if any(inner is root for root in self._roots):
             return
         self._roots.append(inner)
         name = type(inner).__name__
         self.record["models"].append(name)
-        known = (item for model in self._run.prepared.models for item in model.modules())
-        if inner is module and not any(inner is item for item in known):
+        prepared = (item for model in self._run.prepared.models for item in model.modules())
+        if inner is module and not any(inner is item for item in prepared):
             self.record["unprepared"]["model"].append(name)
         for path, item in inner.named_modules():
             label = f"{name}.{path}" if path else name
@@ -362,13 +362,13 @@ class TrainingRecorder(Observer):
             self._has_initial = bool(initial)
             self._write(initial=initial)
         names = {id(item): name for name, item in self._names()}
-        held = [item for group in optimizer.param_groups for item in group["params"]]
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
         self._step.optimizer = list(self._counts).index(optimizer)
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         states = self._run.engine.states
         # DeepSpeed and Megatron step flat tensors of which each process has a shard.
         steps_own = any(states.has_native_checkpoint(item) for item in self._run.prepared.optimizers)
-        chosen = [item for item in held if id(item) in names or not steps_own]
+        chosen = [item for item in parameters if id(item) in names or not steps_own]
         self._step.gradients = self._sketches(
             (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
             for number, item in enumerate(chosen)

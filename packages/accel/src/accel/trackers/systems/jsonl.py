@@ -70,7 +70,7 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write `{"time", "step", "values"}`, and `kwargs` beside them."""
+        """Write `{"time", "step", "values"}`, and `kwargs` in the same line."""
         self._write({"time": _now(), "step": step, "values": values, **kwargs})
 
     @on_main_process

@@ -92,7 +92,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images, each under a name of its own; `kwargs` go to `mlflow.log_image`."""
+        """Log images, each under its own name; `kwargs` go to `mlflow.log_image`."""
         for name, image in named_images(values):
             # To the active run: this function of MLflow takes no run_id.
             self._mlflow.log_image(image, key=_valid_name(name), step=step or 0, **kwargs)

@@ -26,7 +26,7 @@ class TrackioTracker(RunTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images, each under a name of its own; `kwargs` go to `trackio.Image`."""
+        """Log images, each under its own name; `kwargs` go to `trackio.Image`."""
         found = {name: self._library.Image(image, **kwargs) for name, image in named_images(values)}
         self.run.log(found, step=step)
 
