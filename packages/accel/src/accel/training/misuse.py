@@ -19,17 +19,7 @@ from weakref import WeakSet, ref
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel_data.dispatch.loader import JoinedBatches
-from accel_data.loader.base import Unbatched
-from accel_data.order.detect_sharding import describe_full_data
-from accel_data.order.samplers import BatchSamplerShard
-from accel_data.stream.dataset import BlockReader
-from accel_ops.collectives.comparison import (
-    PATIENCE,
-    is_equal_on_all_ranks,
-    is_first_to_differ,
-    new_comparison_name,
-)
+from accel_ops.collectives.comparison import PATIENCE, is_equal_on_all_ranks, is_first_to_differ, new_comparison_name
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.logging.warning import warn
 from accel_state.step_events import Observer, subscribe, unsubscribe
@@ -260,6 +250,9 @@ class MisuseChecker(Observer):
         if run.dataloader_config.presharded:
             return
         self._is_data_checked = True
+        # Most programs never get here, nor wait for it to be imported.
+        from accel_data.order.detect_sharding import describe_full_data
+
         for iterated in _plain_iterations():
             # Privates of torch's iteration, which does not keep its loader.
             dataset, sampler = iterated._dataset, iterated._index_sampler
@@ -415,6 +408,11 @@ def _digest(parameters: Iterable[torch.Tensor]) -> str:
 
 def _plain_iterations() -> list[Any]:
     """The iterations over loaders that are open, without those of prepared loaders."""
+    from accel_data.dispatch.loader import JoinedBatches
+    from accel_data.loader.base import Unbatched
+    from accel_data.order.samplers import BatchSamplerShard
+    from accel_data.stream.dataset import BlockReader
+
     ours = (BatchSamplerShard, Unbatched, JoinedBatches)
     return [
         item
