@@ -19,7 +19,12 @@ from weakref import WeakSet, ref
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from accel_ops.collectives.comparison import PATIENCE, is_equal_on_all_ranks, is_first_to_differ, new_comparison_name
+from accel_ops.collectives.comparison import (
+    PATIENCE,
+    is_equal_on_all_ranks,
+    is_first_to_differ,
+    new_comparison_name,
+)
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.logging.warning import warn
 from accel_state.step_events import Observer, subscribe, unsubscribe

@@ -124,7 +124,9 @@ class Guard(Observer):
         """Measure the gradients of the window."""
         self._order.end()
         if self._settings.check_gradients:
-            optimizers = [item for item in self._run.prepared.optimizers if type(item) is AcceleratedOptimizer]
+            optimizers = [
+                item for item in self._run.prepared.optimizers if type(item) is AcceleratedOptimizer
+            ]
             self._measured = {id(item): measure(item.param_groups) for item in optimizers}
 
     def before_step(self, optimizer: Any) -> bool:
