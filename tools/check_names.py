@@ -1,4 +1,5 @@
-"""Check that every public name has a docstring, and that no `__all__` repeats the public names.
+"""Check that every public name has a docstring and no word that the glossary bans, and that the glossary's terms
+name something.
 
 Run from anywhere: `python tools/check_names.py [repository]`, with the packages installed.
 """
@@ -10,14 +11,20 @@ from pathlib import Path
 
 from repo_checks.names import check_names, public_modules
 from repo_checks.tree import packages
+from repo_checks.words import banned_words, check_terms, check_words
 
 __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
     """Print the problems; return 1 if there are any."""
-    modules = list(public_modules(packages(Path(arguments[0]) if arguments else Path(__file__).parents[1])))
+    root = Path(arguments[0]) if arguments else Path(__file__).parents[1]
+    modules = list(public_modules(packages(root)))
     problems = check_names(modules) if modules else ["no packages here"]
+    glossary = root / "docs" / "glossary.md"
+    if glossary.exists():
+        text = glossary.read_text()
+        problems += check_terms(text, root) + check_words(modules, banned_words(text))
     for problem in problems:
         print(problem)
     print(f"names: {len(problems)} problem(s)" if problems else f"names: ok ({len(modules)} modules)")
