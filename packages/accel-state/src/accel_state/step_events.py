@@ -176,7 +176,7 @@ class StepEvents:
         for notify in self.before_backward:
             notify(loss, kwargs.get("gradient"))
         backward(loss, **kwargs)
-        self._has_new_gradients = True
+        self._has_new_gradients = bool(self.gradients_ready)
         for notify in self.after_backward:
             notify(loss)
 
@@ -200,9 +200,25 @@ class StepEvents:
         Raises:
             StepSkipped: If an observer skips the step.
         """
-        if closure is None:
-            self._publish_step(optimizer)
-            return None
+        if closure is not None:
+            return self._publishing(optimizer, closure)
+        if optimizer.gradient_sync.is_active:
+            optimizer.gradient_sync.finish_window()
+        if self._has_new_gradients:
+            self.publish_gradients()
+        skips = False
+        for notify in self.before_step:  # all, also after one that skips
+            skips = notify(optimizer) is True or skips
+        if skips:
+            raise StepSkipped
+        return None
+
+    def end_step(self, optimizer: Any) -> None:
+        """Publish that the step of an optimizer is over."""
+        for notify in self.after_step:
+            notify(optimizer)
+
+    def _publishing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         is_first = True
 
         def observed() -> Any:
@@ -211,22 +227,10 @@ class StepEvents:
             # Not again within the step: a line search tries weights that it does not keep.
             if is_first:
                 is_first = False
-                self._publish_step(optimizer)
+                self.begin_step(optimizer)
             return loss
 
         return observed
-
-    def end_step(self, optimizer: Any) -> None:
-        """Publish that the step of an optimizer is over."""
-        for notify in self.after_step:
-            notify(optimizer)
-
-    def _publish_step(self, optimizer: Any) -> None:
-        optimizer.gradient_sync.finish_window()
-        self.publish_gradients()
-        # All are asked, also after one that skips.
-        if True in [notify(optimizer) for notify in self.before_step]:
-            raise StepSkipped
 
 
 def subscribe(state: GradientState, observer: Observer) -> None:

@@ -38,4 +38,8 @@ class UnusedBatches:
     def use(self) -> list[Any]:
         """Return what was kept of the batches that a backward pass uses."""
         self._passes += 1
-        return [batches.popleft() for _, batches in self._unused.values() if batches]
+        used = []
+        for _, batches in self._unused.values():
+            if batches:
+                used.append(batches.popleft())
+        return used
