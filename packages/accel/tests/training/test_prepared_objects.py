@@ -1,0 +1,100 @@
+"""What became of an object that was passed to `prepare`; a query changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.training.prepared_objects import PreparedObjects
+from accel_optim.optimizer import AcceleratedOptimizer
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def objects() -> tuple[
+    torch.nn.Module, torch.optim.Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler
+]:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(torch.ones(4, 2), batch_size=2)
+    return model, optimizer, data, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def contents(prepared: PreparedObjects) -> list[list[int]]:
+    kept = (prepared.models, prepared.optimizers, prepared.schedulers, prepared.loaders, prepared._records)
+    return [[id(item) for item in each] for each in kept]
+
+
+def test_it_finds_what_each_object_became_and_what_it_is():
+    accelerator = Accelerator(cpu=True)
+    originals = objects()
+    results = accelerator.prepare(*originals)
+    for original, result in zip(originals, results, strict=True):
+        assert accelerator.run.prepared.find(original) is result
+        assert accelerator.run.prepared.find(result) is result
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when its compiler is imported
+def test_it_finds_other_forms_of_a_model_and_an_optimizer():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = objects()
+    prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+    find = accelerator.run.prepared.find
+    assert find(torch.compile(model, backend="eager")) is prepared_model
+    assert find(accelerator.unwrap_model(prepared_model)) is prepared_model
+    assert find(AcceleratedOptimizer(optimizer)) is prepared_optimizer
+
+
+def test_a_query_changes_nothing():
+    accelerator = Accelerator(cpu=True)
+    results = accelerator.prepare(*objects())
+    before = contents(accelerator.run.prepared)
+    for item in (*objects(), *results, None, "text", torch.nn.Linear(2, 1)):
+        accelerator.run.prepared.find(item)
+    assert contents(accelerator.run.prepared) == before
+    assert accelerator.run.prepared.find(None) is None
+
+
+def test_what_is_prepared_again_is_recorded_once():
+    accelerator = Accelerator(cpu=True)
+    originals = objects()
+    first, second = accelerator.prepare(*originals), accelerator.prepare(*originals)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    prepared = accelerator.run.prepared
+    assert [len(each) for each in contents(prepared)[:4]] == [1, 1, 1, 1]
+
+
+def test_originals_of_loaders_are_not_kept():
+    accelerator = Accelerator(cpu=True)
+    data = DataLoader(torch.ones(4, 2), batch_size=2)
+    reference = weakref.ref(data)
+    loader = accelerator.prepare(data)
+    del data
+    gc.collect()
+    assert reference() is None
+    assert accelerator.run.prepared.find(loader) is loader
+
+
+def test_nothing_is_found_once_memory_is_freed():
+    accelerator = Accelerator(cpu=True)
+    originals = objects()
+    results = accelerator.prepare(*originals)
+    accelerator.free_memory()
+    assert [accelerator.run.prepared.find(item) for item in (*originals, *results)] == [None] * 8
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+def test_copies_find_their_own_objects(copied):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*objects()[:2])
+    other = copied(accelerator.run.prepared)
+    for item in (*other.models, *other.optimizers):
+        assert other.find(item) is item
+    assert all(other.find(item) is None for item in accelerator.run.prepared.models)
