@@ -1,5 +1,5 @@
-"""Check that every public name has a docstring and no word that the glossary bans, and that the glossary's terms
-name something.
+"""Check that public names have docstrings and no word that the glossary bans, and that its terms name
+something.
 
 Run from anywhere: `python tools/check_names.py [repository]`, with the packages installed.
 """

@@ -194,6 +194,7 @@ class Accelerator:
         self.flag_tensor: torch.Tensor | None = None
         self._trigger = AnyRankFlag(state.process)
         start_observers(self.run, self.handlers.observers)
+        self.run.observers.append(self.tracking)
 
     # What it trains with
 
@@ -1635,4 +1636,4 @@ class Accelerator:
         Example:
             accelerator.end_training()
         """
-        ending.end_training(self.run, self.tracking)
+        ending.end_training(self.run)

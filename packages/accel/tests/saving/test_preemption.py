@@ -1,4 +1,4 @@
-"""save_on_preemption and the agreement behind it, also under the real launchers."""
+"""save_on_preemption and the flag behind it, also under the real launchers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel.accelerator import Accelerator
-from accel.training.agreement import Agreement
+from accel.training.any_rank_flag import AnyRankFlag
 from accel_ckpt.config import ProjectConfiguration
 from accel_state.process.state import current_process
 from accel_world.program import run_program
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 def outcomes(who: int, when: int) -> tuple[list[bool], list[bool]]:
     process = current_process()
-    agreement = Agreement(process)
+    flag = AnyRankFlag(process)
     ahead = []
     for step in range(6):
-        ahead.append(agreement.ask_ahead(process.rank == who and step >= when))
+        ahead.append(flag.check_previous(process.rank == who and step >= when))
         dist.all_reduce(torch.ones(3))  # what the run does meanwhile
-    asked = Agreement(process)
-    return ahead, [asked.ask("test", process.rank == who and step == when) for step in range(4)]
+    waiting = AnyRankFlag(process)
+    return ahead, [waiting.check("test", process.rank == who and step == when) for step in range(4)]
 
 
 @pytest.mark.parametrize("who", [0, 2])

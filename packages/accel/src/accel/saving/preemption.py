@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.training.any_rank_flag import AnyRankFlag
 from accel_state.logging.warning import warn
+from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 
-class SignalRecorder:
+class PreemptionHandler(Observer):
     """Handles the signals of a preemption, and synchronizes whether any process has received one.
 
     Args:
@@ -47,8 +48,8 @@ class SignalRecorder:
             )
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
-    def agreed(self) -> bool:
-        """Whether a process had got a signal at the call before; the same on all, which all call it."""
+    def check(self) -> bool:
+        """Return whether any process had received a signal at the previous call. Every process calls it."""
         return self._any_rank.check_previous(self.received is not None)
 
     def stop(self) -> None:
@@ -103,13 +104,15 @@ def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) 
         ValueError: If there is no folder to save to, or the system has none of the signals.
         RuntimeError: If this is not the main thread.
     """
-    if run.preemption is None:
+    handler = next((item for item in run.observers if isinstance(item, PreemptionHandler)), None)
+    if handler is None:
         # At the first call, not when the signal arrives and time is short.
         _check_folder(run, output_dir)
-        run.preemption = SignalRecorder(run.process, signals)
-    if run.window.step or not run.preemption.agreed():  # not every engine saves the gradients of a window
+        handler = PreemptionHandler(run.process, signals)
+        run.observers.append(handler)  # which end_training stops
+    if run.window.step or not handler.check():  # not every engine saves the gradients of a window
         return None
-    return run.preemption.received or "a signal to another process"
+    return handler.received or "a signal to another process"
 
 
 def _check_folder(run: Run, output_dir: str | None) -> None:

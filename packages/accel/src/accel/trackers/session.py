@@ -16,13 +16,14 @@ from accel.trackers.registry import (
 from accel_state import env
 from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
+from accel_state.step_events import Observer
 from accel_state.verify import is_verifying, output_path
 
 if TYPE_CHECKING:
     from accel.training.run import Run
 
 
-class TrackerSession:
+class TrackerSession(Observer):
     """The trackers of one Accelerator.
 
     Logging never stops training: the first error of a tracker in each of its methods is a warning, and
@@ -158,6 +159,10 @@ class TrackerSession:
         for tracker in self._running_trackers():
             options = by_tracker.get(tracker.name) or {}
             self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **{**table, **options})
+
+    def stop(self) -> None:
+        """Finish the trackers: training ends."""
+        self.finish_trackers()
 
     def finish_trackers(self) -> None:
         """Finish each tracker once, also where another one fails."""

@@ -11,7 +11,6 @@ from accel.training.gradients import drop_gradients, has_gradients
 from accel_ops.memory import release_memory
 
 if TYPE_CHECKING:
-    from accel.trackers.session import TrackerSession
     from accel.training.run import Run
 
 
@@ -30,7 +29,7 @@ def free_memory(run: Run, objects: Sequence[Any]) -> list[Any]:
     return release_memory(*objects)
 
 
-def end_training(run: Run, tracking: TrackerSession) -> None:
+def end_training(run: Run) -> None:
     """See `Accelerator.end_training`."""
     with contextlib.ExitStack() as ending:  # from the last to the first, whatever one of them raises
         ending.callback(run.state.destroy_process_group)
@@ -41,6 +40,3 @@ def end_training(run: Run, tracking: TrackerSession) -> None:
         # A run that never saves does not import the code of saving at its end.
         if "accel_ckpt.background.thread" in sys.modules:
             ending.callback(sys.modules["accel_ckpt.background.thread"].wait)
-        if run.preemption is not None:
-            ending.callback(run.preemption.stop)
-        ending.callback(tracking.finish_trackers)

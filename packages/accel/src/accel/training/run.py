@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from accel_state.step_events import Observer
 
 
-class PreemptionHandler(Protocol):
-    """Records preemption signals; see `accel.saving.preemption`."""
-
-    received: str | None
-
-    def agreed(self) -> bool:
-        """Whether a process has got a signal; the same on all, which all call it."""
-
-    def stop(self) -> None:
-        """Put back what was done on these signals before."""
-
-
 # eq=False: a run is the key of weak references, and equal to itself alone.
 @dataclass(eq=False)
 class Run:
@@ -57,12 +45,11 @@ class Run:
         registered: Objects that are saved and loaded along with the state.
         save_hooks: Called before `save_state` writes.
         load_hooks: Called before `load_state` reads.
-        observers: What observes the run; those of its steps are in `gradient_state.events`.
+        observers: What observes the run until its end; those of its steps are in `gradient_state.events`.
         batch_factor: Makes the batches of loaders so many times as large before they are prepared, and
             prepared schedulers move so many times as far: `accel verify` trains on one process as on several.
         gradients: The engine's gradients, asked for once, when models or optimizers are prepared.
         lomo: The prepared optimizer that steps in backward, if there is one.
-        preemption: Records preemption signals, after the first `save_on_preemption`.
         warned_types: Types for which `prepare` has warned that it leaves them unchanged.
         has_warned_of_folder: Whether `save_state` has warned that it ignores output_dir.
     """
@@ -86,7 +73,6 @@ class Run:
     batch_factor: int = 1
     gradients: Gradients | None = None
     lomo: Any = None
-    preemption: PreemptionHandler | None = None
     warned_types: set[type] = field(default_factory=set)
     has_warned_of_folder: bool = False
 
