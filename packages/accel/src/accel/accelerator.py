@@ -740,6 +740,10 @@ class Accelerator:
 
         Raises:
             ValueError: If no such optimizer is prepared, or gradients would have to be accumulated.
+
+        Example:
+            optimizer = accelerator.prepare(lomo_optim.Lomo(model, lr=0.1))
+            accelerator.lomo_backward(loss_function(model(inputs), targets), learning_rate=0.1)
         """
         gradients.lomo_backward(self.run, loss, learning_rate)
 
@@ -1284,6 +1288,10 @@ class Accelerator:
 
         Raises:
             ValueError: On every process, if `log_with` has no such tracker, or before `init_trackers`.
+
+        Example:
+            accelerator.init_trackers("my_project")
+            tracker = accelerator.get_tracker("jsonl")
         """
         return self.tracking.get_tracker(name, unwrap)
 
@@ -1312,6 +1320,9 @@ class Accelerator:
                 `accel.trackers.values.images` for their shapes.
             step: The step.
             log_kwargs: Further arguments, by tracker name.
+
+        Example:
+            accelerator.log_images({"inputs": torch.rand(2, 3, 8, 8)}, step=10)
         """
         self.tracking.log_images(values, step, log_kwargs)
 
@@ -1333,6 +1344,9 @@ class Accelerator:
             dataframe: A pandas DataFrame, instead of columns and rows.
             step: The step.
             log_kwargs: Further arguments, by tracker name.
+
+        Example:
+            accelerator.log_table("answers", columns=["text", "score"], data=[["yes", 0.9]])
         """
         self.tracking.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
