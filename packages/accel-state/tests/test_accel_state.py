@@ -56,6 +56,7 @@ INTERNAL = {
     "process.slurm",
     "process.split",
     "process.stores",
+    "step_events",
     "verify",
 }
 TORCH_FREE = (

@@ -122,7 +122,7 @@ def test_unknown_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_precision_that_the_hardware_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = DeviceSpec("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset({"bf16"}), lambda: True)
-    monkeypatch.setattr(train_plan, "row", lambda device: limited)
+    monkeypatch.setattr(train_plan, "device_spec", lambda device: limited)
 
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
     with pytest.raises(ValueError, match=r"'fp16' is not available on cpu; allowed here: no, bf16\."):

@@ -29,7 +29,7 @@ def test_each_device_that_was_copied_from_is_waited_for(monkeypatch: pytest.Monk
         def synchronize(self, device: torch.device) -> None:
             waited.append(device)
 
-    monkeypatch.setattr(buffers, "row", lambda device: Row())
+    monkeypatch.setattr(buffers, "device_spec", lambda device: Row())
     copies = SnapshotBuffer(current_process())
     devices = [torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cuda", 1)]
     for value, device in enumerate(devices):

@@ -54,7 +54,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
             "set_rng_state": states.append,
         },
     )
-    monkeypatch.setattr(rng, "row", lambda device: cuda)
+    monkeypatch.setattr(rng, "device_spec", lambda device: cuda)
     return replace(current_process(), device=torch.device("cuda", 1)), states
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_state import env
@@ -166,7 +165,7 @@ def make_train_plan(
         engine=engine,
         distributed_type=next((_ENGINE_ARGUMENTS[name].distributed_type for name in plugins), None),
         mixed_precision=precision,
-        plugins=MappingProxyType(plugins),
+        plugins=plugins,
         engine_settings=external_settings
         if external_settings is not None
         else next(iter(plugins.values()), None),
@@ -175,13 +174,11 @@ def make_train_plan(
         dynamo=_resolve_dynamo(dynamo_backend, dynamo_plugin),
         accumulation=accumulation,
         device_placement=device_placement,
-        reasons=MappingProxyType(
-            {
-                "engine": tuple(engine_reasons),
-                "mixed_precision": precision_reason,
-                "accumulation": accumulation_reason,
-            }
-        ),
+        reasons={
+            "engine": tuple(engine_reasons),
+            "mixed_precision": precision_reason,
+            "accumulation": accumulation_reason,
+        },
     )
 
 

@@ -190,7 +190,7 @@ class Accelerator:
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
         arguments.warn_unread(self.handlers, engine)  # the engine says what it does not read
-        self.tracking = TrackerSession(self.run, log_with)
+        self.tracking = TrackerSession(state.process, project_configuration, log_with)
         self.flag_tensor: torch.Tensor | None = None
         self._trigger = AnyRankFlag(state.process)
         start_observers(self.run, self.handlers.observers)

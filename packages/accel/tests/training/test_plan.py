@@ -175,7 +175,7 @@ def test_sizes_and_precision_have_reasons_too(monkeypatch):
 
 @pytest.mark.parametrize("names", [*itertools.combinations(PLUGINS, 2)])
 def test_settings_of_two_engines_are_refused(names):
-    with pytest.raises(ValueError, match=f"{names[0]} and {names[1]} ask for different engines"):
+    with pytest.raises(ValueError, match=f"{names[0]} and {names[1]} request different engines"):
         make_train_plan(**{name: PLUGINS[name]() for name in names})
 
 
@@ -228,7 +228,7 @@ def test_settings_of_another_package_win_over_the_environment(monkeypatch):
     assert (plan.engine, plan.engine_settings, plan.plugins) == ("elsewhere", settings, {})
     assert plan.reasons["engine"] == ("Settings",)
     assert plan.on(on(DistributedType.XLA)).engine == "elsewhere"
-    with pytest.raises(ValueError, match="fsdp_plugin and Settings ask for different engines"):
+    with pytest.raises(ValueError, match="fsdp_plugin and Settings request different engines"):
         make_train_plan(external_settings=settings, fsdp_plugin=FullyShardedDataParallelPlugin())
     with pytest.raises(TypeError, match=r"kwargs_handlers got Settings.*settings of an engine that another"):
         Accelerator(cpu=True, kwargs_handlers=[settings])

@@ -241,7 +241,7 @@ def _find_sharded_folder(run: Run, root: Folder, name: str) -> Path:
 
     def find() -> None:
         if not (folder / METADATA).exists():
-            raise FileNotFoundError(f"{root} has no {METADATA}: no sharded state was saved there.")
+            raise FileNotFoundError(f"{folder} has no {METADATA}: no sharded state was saved there.")
 
     # On all ranks, as a rank that raises alone would leave the other ranks waiting in a collective.
     run_on_all_ranks(find, run.process, f"looking for {name}")

@@ -20,7 +20,8 @@ from accel_state.step_events import Observer
 from accel_state.verify import is_verifying, output_path
 
 if TYPE_CHECKING:
-    from accel.training.run import Run
+    from accel_ckpt.config import ProjectConfiguration
+    from accel_state.process.info import ProcessInfo
 
 
 class TrackerSession(Observer):
@@ -30,7 +31,8 @@ class TrackerSession(Observer):
     training goes on. ACCELERATE_STRICT_TRACKERS=1 raises such errors.
 
     Args:
-        run: The run that is tracked.
+        process: This process.
+        project_configuration: Where trackers write.
         log_with: Trackers, by name or as objects.
 
     Attributes:
@@ -40,9 +42,11 @@ class TrackerSession(Observer):
         failed_trackers: (name, method) of the errors that were reported.
     """
 
-    def __init__(self, run: Run, log_with: Any) -> None:
-        self.run = run
-        self.log_with = filter_trackers(log_with, output_path(run.project_configuration.logging_dir))
+    def __init__(
+        self, process: ProcessInfo, project_configuration: ProjectConfiguration, log_with: Any
+    ) -> None:
+        self._process, self._project_configuration = process, project_configuration
+        self.log_with = filter_trackers(log_with, output_path(project_configuration.logging_dir))
         self.trackers: list[GeneralTracker] = []
         self.finished_trackers: list[GeneralTracker] | None = None
         self.failed_trackers: set[tuple[str, str]] = set()
@@ -72,7 +76,7 @@ class TrackerSession(Observer):
             # An object may have another name than its class.
             tracker_type = item if isinstance(item, GeneralTracker) else tracker_class(item)
             # Not even made, so that the other processes need no login and no network.
-            if tracker_type.main_process_only and not self.run.process.is_main:
+            if tracker_type.main_process_only and not self._process.is_main:
                 continue
             # A copy, to which the folder may be added.
             options = dict(init_kwargs.get(tracker_type.name) or {})
@@ -191,7 +195,7 @@ class TrackerSession(Observer):
             tracker = tracker_type
         else:
             if tracker_type.requires_logging_directory:
-                options.setdefault("logging_dir", self.run.project_configuration.logging_dir)
+                options.setdefault("logging_dir", self._project_configuration.logging_dir)
             make: Any = tracker_type  # constructors of trackers differ
             tracker = make(project_name, **options)
         tracker.start()
@@ -210,7 +214,7 @@ class TrackerSession(Observer):
             if (name, method) in self.failed_trackers:
                 return None
             self.failed_trackers.add((name, method))
-            process = self.run.process
+            process = self._process
             where = "" if process.is_main else f" on process {process.rank}"
             lost = "nothing is logged there" if method == "start" else "what it was given is not logged there"
             warn(

@@ -76,6 +76,8 @@ class _Order:
                 self.warn(number)  # before the engine communicates
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self.is_training and self.reference is None:
             reached: list[bool] = []
             for item in flatten(output)[0]:
