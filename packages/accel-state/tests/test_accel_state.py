@@ -35,6 +35,7 @@ INTERNAL = {
     "devices",
     "devices.calls",
     "devices.spec",
+    "env.fields",
     "env.table",
     "env.variable",
     "imports",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import env
 from accel_state.enums import DynamoBackend
+from accel_state.env.fields import from_env, read_environment
 from accel_state.logging.suggestion import did_you_mean
 
 if TYPE_CHECKING:
@@ -239,23 +240,22 @@ class TorchDynamoPlugin(KwargsHandler):
         ValueError: If the backend or the mode is unknown, or both a mode and options are passed.
     """
 
-    backend: DynamoBackend | str | None = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
+    backend: DynamoBackend | str | None = from_env("ACCELERATE_DYNAMO_BACKEND")
+    mode: str | None = from_env("ACCELERATE_DYNAMO_MODE")
+    fullgraph: bool | None = from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+    dynamic: bool | None = from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")
     options: Any = None
     disable: bool = False
-    use_regional_compilation: bool | None = None
+    use_regional_compilation: bool | None = from_env("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
     def __post_init__(self) -> None:
-        # An argument first, then the environment; an unknown name raises.
-        self.backend = DynamoBackend(_or_environment(self.backend, "BACKEND"))
-        if self.options is not None and self.mode not in (None, "default"):
+        user_set = read_environment(self)
+        self.backend = DynamoBackend(self.backend)  # an unknown name raises
+        if self.options is not None and "mode" in user_set and self.mode != "default":
             raise ValueError(
                 f"torch.compile takes a mode or options, not both; got mode={self.mode!r} and "
                 f"options={self.options!r}. Leave one out."
             )
-        self.mode = _or_environment(self.mode, "MODE")
         # The table of the environment has the only list of them.
         modes = env.VARIABLES["ACCELERATE_DYNAMO_MODE"].choices
         if self.mode not in modes:
@@ -263,11 +263,6 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"{self.mode!r} is not a mode of torch.compile; allowed: {', '.join(modes)}."
                 f"{did_you_mean(self.mode, modes)}"
             )
-        self.fullgraph = _or_environment(self.fullgraph, "USE_FULLGRAPH")
-        self.dynamic = _or_environment(self.dynamic, "USE_DYNAMIC")
-        self.use_regional_compilation = _or_environment(
-            self.use_regional_compilation, "USE_REGIONAL_COMPILATION"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of all fields by name, with the backend's name as torch spells it."""
@@ -285,7 +280,3 @@ class TorchDynamoPlugin(KwargsHandler):
             del fields["mode"]
         unset = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
         return {name: value for name, value in fields.items() if name == "backend" or value != unset[name]}
-
-
-def _or_environment(value: Any, name: str) -> Any:
-    return env.get(f"ACCELERATE_DYNAMO_{name}") if value is None else value

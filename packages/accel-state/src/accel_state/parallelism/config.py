@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_state.env.fields import from_env, read_environment
 from accel_state.logging.warning import warn
 from accel_state.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -26,7 +27,6 @@ from accel_state.parallelism.handlers import (
     TorchTensorParallelConfig,
     check_choice,
     check_count,
-    or_environment,
 )
 from accel_state.parallelism.torch_compat import init_device_mesh
 
@@ -69,24 +69,21 @@ class ParallelismConfig:
             sequence length does not divide by sp_size.
     """
 
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: Literal["torch"] | None = None
-    sp_size: int | None = None
-    sp_backend: Literal["deepspeed"] | None = None
+    dp_replicate_size: int | None = from_env("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    dp_shard_size: int | None = from_env("PARALLELISM_CONFIG_DP_SHARD_SIZE")
+    tp_size: int | None = from_env("PARALLELISM_CONFIG_TP_SIZE")
+    cp_size: int | None = from_env("PARALLELISM_CONFIG_CP_SIZE")
+    cp_backend: Literal["torch"] | None = from_env("PARALLELISM_CONFIG_CP_BACKEND")
+    sp_size: int | None = from_env("PARALLELISM_CONFIG_SP_SIZE")
+    sp_backend: Literal["deepspeed"] | None = from_env("PARALLELISM_CONFIG_SP_BACKEND")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
+        read_environment(self)
         for axis in _AXES:
-            size = or_environment(getattr(self, f"{axis}_size"), f"{axis.upper()}_SIZE")
-            check_count(f"{axis}_size", size)
-            setattr(self, f"{axis}_size", size)
-        self.cp_backend = or_environment(self.cp_backend, "CP_BACKEND")
-        self.sp_backend = or_environment(self.sp_backend, "SP_BACKEND")
+            check_count(f"{axis}_size", self._size(axis))
         check_choice("cp_backend", self.cp_backend)
         check_choice("sp_backend", self.sp_backend)
         # After the environment has been read, which may have set the other one.

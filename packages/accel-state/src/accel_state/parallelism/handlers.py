@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 
 
 @dataclasses.dataclass
@@ -31,10 +31,10 @@ class TorchContextParallelConfig:
         ValueError: If the strategy is neither.
     """
 
-    cp_comm_strategy: str | None = None
+    cp_comm_strategy: str | None = from_env("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
 
     def __post_init__(self) -> None:
-        self.cp_comm_strategy = or_environment(self.cp_comm_strategy, "CP_COMM_STRATEGY")
+        read_environment(self)
         check_choice("cp_comm_strategy", self.cp_comm_strategy)
 
 
@@ -54,16 +54,12 @@ class DeepSpeedSequenceParallelConfig:
         ValueError: If a value is not allowed, or the length is fixed but missing.
     """
 
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool | None = None
-    sp_attn_implementation: str | None = None
+    sp_seq_length: int | None = from_env("PARALLELISM_CONFIG_SP_SEQ_LENGTH")
+    sp_seq_length_is_variable: bool | None = from_env("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE")
+    sp_attn_implementation: str | None = from_env("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
 
     def __post_init__(self) -> None:
-        self.sp_seq_length = or_environment(self.sp_seq_length, "SP_SEQ_LENGTH")
-        self.sp_seq_length_is_variable = or_environment(
-            self.sp_seq_length_is_variable, "SP_SEQ_LENGTH_IS_VARIABLE"
-        )
-        self.sp_attn_implementation = or_environment(self.sp_attn_implementation, "SP_ATTN_IMPLEMENTATION")
+        read_environment(self)
         check_choice("sp_attn_implementation", self.sp_attn_implementation)
         if self.sp_seq_length is not None:
             check_count("sp_seq_length", self.sp_seq_length)
@@ -72,11 +68,6 @@ class DeepSpeedSequenceParallelConfig:
                 "sp_seq_length_is_variable=False needs sp_seq_length, the length in tokens of every "
                 "sequence; pass it, or let the length vary."
             )
-
-
-def or_environment(value: Any, name: str) -> Any:
-    """Return a value, or where it is None that of the variable PARALLELISM_CONFIG_`name`."""
-    return env.get(f"PARALLELISM_CONFIG_{name}") if value is None else value
 
 
 def check_choice(field: str, value: object) -> None:

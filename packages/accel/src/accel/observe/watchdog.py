@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel.observe.base import ObserverKwargs
 from accel_ops.debug.watchdog import Watchdog
-from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 from accel_state.logging.warning import warn
 from accel_state.step_events import Observer
 
@@ -35,24 +35,21 @@ class WatchdogKwargs(ObserverKwargs):
         ValueError: If the timeout is not a number of seconds above 0, or `abort` not a truth value.
     """
 
-    timeout: float | None = None
-    abort: bool | None = None
+    timeout: float | None = from_env("ACCELERATE_WATCHDOG")
+    abort: bool | None = from_env("ACCELERATE_WATCHDOG_ABORT")
 
     def __post_init__(self) -> None:
-        name = "WatchdogKwargs(timeout=...)"
-        if self.timeout is None:
-            name, self.timeout = "ACCELERATE_WATCHDOG", env.get("ACCELERATE_WATCHDOG")
+        user_set = read_environment(self)
         if self.timeout is None:
             self.timeout = DEFAULT_TIMEOUT_S
         # bool is an int to isinstance, and True would pass for a second.
         is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
         if not is_number or not 0 < self.timeout < math.inf:
+            name = "WatchdogKwargs(timeout=...)" if "timeout" in user_set else "ACCELERATE_WATCHDOG"
             raise ValueError(
                 f"{name} is {self.timeout!r}; it takes a number of seconds above 0. Leave it out to run "
                 "without a watchdog."
             )
-        if self.abort is None:
-            self.abort = env.get("ACCELERATE_WATCHDOG_ABORT")
         if not isinstance(self.abort, bool):
             raise ValueError(f"WatchdogKwargs(abort=...) is {self.abort!r}; it takes True or False.")
 

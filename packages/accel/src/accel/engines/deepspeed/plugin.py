@@ -12,20 +12,10 @@ import torch
 from accel.engines.deepspeed.config import AUTO, HfDeepSpeedConfig, find, put, show_to_transformers
 from accel.engines.deepspeed.settings import warn_of_unused
 from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
 
-_PREFIX = "ACCELERATE_DEEPSPEED_"
-_VARIABLES = {
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "zero_stage": f"{_PREFIX}ZERO_STAGE",
-    "offload_optimizer_device": f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": f"{_PREFIX}OFFLOAD_PARAM_DEVICE",
-    "offload_optimizer_nvme_path": f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH",
-    "offload_param_nvme_path": f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH",
-    "zero3_save_16bit_model": f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL",
-}
 _ZERO = "zero_optimization"
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -77,22 +67,24 @@ class DeepSpeedPlugin:
         ValueError: If a value is not known, two of them contradict each other, or a path is missing.
     """
 
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = None
-    zero_stage: int | None = None
+    hf_ds_config: Any = from_env("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    gradient_accumulation_steps: int | None = from_env("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    gradient_clipping: float | None = from_env("ACCELERATE_GRADIENT_CLIPPING")
+    zero_stage: int | None = from_env("ACCELERATE_DEEPSPEED_ZERO_STAGE")
     is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
+    offload_optimizer_device: str | None = from_env("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
+    offload_param_device: str | None = from_env("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+    offload_optimizer_nvme_path: str | None = from_env("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH")
+    offload_param_nvme_path: str | None = from_env("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH")
+    zero3_init_flag: bool | None = from_env("ACCELERATE_DEEPSPEED_ZERO3_INIT")
+    zero3_save_16bit_model: bool | None = from_env("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL")
+    transformer_moe_cls_names: str | None = from_env("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
     enable_msamp: bool | None = None
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
+        # Without defaults: a setting that is neither passed nor launched is the configuration's.
+        user_set = read_environment(self, defaults=False)
         if self.enable_msamp:
             raise ValueError(
                 "enable_msamp=True: MS-AMP is not supported. Leave it out, and train in bf16, or in fp8 with "
@@ -101,22 +93,14 @@ class DeepSpeedPlugin:
         self._filled: dict[str, Any] = {}
         self._selected = False
         self.dschf: HfDeepSpeedConfig | None = None
-        # Before the environment is read: arguments come first, and what a config file says is named as such.
-        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
-        launched = {
-            name: env.get(variable)
-            for name, variable in _VARIABLES.items()
-            if name not in given and env.is_set(variable)
-        }
-        config = env.get(f"{_PREFIX}CONFIG_FILE") if self.hf_ds_config is None else self.hf_ds_config
-        is_given = config is not None
+        config = self.hf_ds_config
         # An object of another class has the same methods: transformers has its own.
         self.hf_ds_config = config if hasattr(config, "get_value") else HfDeepSpeedConfig(config or {})
-        self._merge(given | launched, is_given, launched.keys() & {*env.get("ACCELERATE_CONFIG_DS_FIELDS")})
+        self._merge(config is not None, user_set)
         self._read_back()
-        self._set_init(is_given)
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = ",".join(env.get(f"{_PREFIX}MOE_LAYER_CLS_NAMES")) or None
+        self._set_init(config is not None)
+        if "transformer_moe_cls_names" not in user_set:  # a list, where the environment has it
+            self.transformer_moe_cls_names = ",".join(self.transformer_moe_cls_names or ()) or None
         warn_of_unused(self)
 
     @property
@@ -129,15 +113,17 @@ class DeepSpeedPlugin:
     def deepspeed_config(self, config: dict[str, Any]) -> None:
         self.hf_ds_config.config = config
 
-    def _merge(self, given: dict[str, Any], has_config: bool, from_file: set[str]) -> None:
-        """Put what was given, some of it in the launcher's file, into the configuration, or compare it."""
-        stage = given.get("zero_stage", env.VARIABLES[_VARIABLES["zero_stage"]].default)
+    def _merge(self, has_config: bool, user_set: set[str]) -> None:
+        """Put the fields, some set by the user and some launched, into the configuration, or compare them."""
+        from_file = {*env.get("ACCELERATE_CONFIG_DS_FIELDS")} - user_set
         if not has_config:
+            stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") if self.zero_stage is None else self.zero_stage
             put(self.deepspeed_config, _KEYS["zero_stage"], stage)
         mismatches: list[str] = []
-        for name, value in given.items():
-            key = _KEYS[name]
-            present = self.hf_ds_config.get_value(key)
+        for name, key in sorted(_KEYS.items(), key=lambda item: item[0] not in user_set):  # the user's first
+            value, present = getattr(self, name), self.hf_ds_config.get_value(key)
+            if value is None:
+                continue
             if present in (None, AUTO):
                 # What DeepSpeed does without the setting.
                 if value != "none":
@@ -186,8 +172,6 @@ class DeepSpeedPlugin:
 
     def _set_init(self, has_config: bool) -> None:
         wanted = self.zero3_init_flag
-        if wanted is None:
-            wanted = env.get(f"{_PREFIX}ZERO3_INIT")
         if wanted and self.zero_stage != 3:
             warn(
                 f"zero3_init_flag=True is ignored: with zero_stage={self.zero_stage} parameters are not "

@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from accel.engines.megatron.options import check_conflicts, warn_of_unused
 from accel.engines.megatron.parsers import parse_model_config
-from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 
 if TYPE_CHECKING:
     import torch
 
-# Fields that have a variable, MEGATRON_LM_<FIELD>.
-_FROM_ENVIRONMENT = tuple(
-    name.removeprefix("MEGATRON_LM_").lower() for name in env.VARIABLES if name.startswith("MEGATRON_LM_")
-)
 # Megatron-LM's own names, where they differ from the field's.
 _RENAMED = {
     "tp_degree": "tensor_model_parallel_size",
@@ -122,33 +118,33 @@ class MegatronLMPlugin:
         ValueError: If a value is not allowed, or two settings say the same.
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: bool | str | None = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
+    tp_degree: int | None = from_env("MEGATRON_LM_TP_DEGREE")
+    pp_degree: int | None = from_env("MEGATRON_LM_PP_DEGREE")
+    use_custom_fsdp: bool | None = from_env("MEGATRON_LM_USE_CUSTOM_FSDP")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = from_env("MEGATRON_LM_OVERLAP_CPU_OPTIMIZER_D2H_H2D")
+    no_load_optim: bool | None = from_env("MEGATRON_LM_NO_LOAD_OPTIM")
+    eod_mask_loss: bool | None = from_env("MEGATRON_LM_EOD_MASK_LOSS")
+    no_save_optim: bool | None = from_env("MEGATRON_LM_NO_SAVE_OPTIM")
+    optimizer_cpu_offload: bool | None = from_env("MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD")
+    use_precision_aware_optimizer: bool | None = from_env("MEGATRON_LM_USE_PRECISION_AWARE_OPTIMIZER")
+    decoder_last_pipeline_num_layers: int | None = from_env("MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS")
+    recompute_granularity: str | None = from_env("MEGATRON_LM_RECOMPUTE_GRANULARITY")
+    recompute_method: str | None = from_env("MEGATRON_LM_RECOMPUTE_METHOD")
+    recompute_num_layers: int | None = from_env("MEGATRON_LM_RECOMPUTE_NUM_LAYERS")
+    attention_backend: bool | str | None = from_env("MEGATRON_LM_ATTENTION_BACKEND")
+    expert_model_parallel_size: int | None = from_env("MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE")
+    context_parallel_size: int | None = from_env("MEGATRON_LM_CONTEXT_PARALLEL_SIZE")
+    attention_dropout: float | None = from_env("MEGATRON_LM_ATTENTION_DROPOUT")
+    hidden_dropout: float | None = from_env("MEGATRON_LM_HIDDEN_DROPOUT")
+    attention_softmax_in_fp32: bool | None = from_env("MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32")
+    expert_tensor_parallel_size: int | None = from_env("MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE")
+    calculate_per_token_loss: bool | None = from_env("MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS")
+    use_rotary_position_embeddings: bool | None = from_env("MEGATRON_LM_USE_ROTARY_POSITION_EMBEDDINGS")
+    num_micro_batches: int | None = from_env("MEGATRON_LM_NUM_MICRO_BATCHES")
+    gradient_clipping: float | None = from_env("MEGATRON_LM_GRADIENT_CLIPPING")
+    sequence_parallelism: bool | None = from_env("MEGATRON_LM_SEQUENCE_PARALLELISM")
+    recompute_activations: bool | None = from_env("MEGATRON_LM_RECOMPUTE_ACTIVATIONS")
+    use_distributed_optimizer: bool | None = from_env("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER")
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
@@ -191,9 +187,7 @@ class MegatronLMPlugin:
     scheduler_steps_per_step: int = dataclasses.field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        for name in _FROM_ENVIRONMENT:
-            if getattr(self, name) is None:
-                setattr(self, name, env.get(f"MEGATRON_LM_{name.upper()}"))
+        read_environment(self)
         for name in _COUNTS:
             value = getattr(self, name)
             # bool is an int to isinstance.

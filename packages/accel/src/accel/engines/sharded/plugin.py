@@ -12,9 +12,10 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
 from accel.engines.sharded.layer_classes import find_classes
-from accel.engines.sharded.plugin_parsing import choice, or_env
+from accel.engines.sharded.plugin_parsing import choice
 from accel.engines.sharded.plugin_warnings import warn_of_unused
 from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 from accel_state.logging.warning import warn
 
 FSDP_SHARDING_STRATEGY = list(env.VARIABLES["FSDP_SHARDING_STRATEGY"].choices)
@@ -25,14 +26,10 @@ FSDP_AUTO_WRAP_POLICY = list(env.VARIABLES["FSDP_AUTO_WRAP_POLICY"].choices)
 _DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32, "NO": torch.float32}
 _DTYPES["FP8"] = torch.bfloat16  # of all but the layers that compute in fp8
 _DTYPES |= {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16, "FLOAT32": torch.float32}
-_FLAGS = {
-    "forward_prefetch": "FSDP_FORWARD_PREFETCH",
-    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
-    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
-    "min_num_params": "FSDP_MIN_NUM_PARAMS",
-    "ignored_modules": "FSDP_IGNORED_MODULES",
-    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
-}
+
+
+def _is_version_1(plugin: Any) -> bool:
+    return bool(choice("fsdp_version", plugin.fsdp_version, {1: 1, 2: 2}) == 1)
 
 
 @dataclasses.dataclass
@@ -81,43 +78,40 @@ class FullyShardedDataParallelPlugin:
         ValueError: If a value is not known, or not of this version; the message says what is.
     """
 
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
+    fsdp_version: int | None = from_env("FSDP_VERSION")
+    sharding_strategy: Any = from_env("FSDP_SHARDING_STRATEGY", when=_is_version_1)
+    reshard_after_forward: Any = from_env("FSDP_RESHARD_AFTER_FORWARD")
+    backward_prefetch: Any = from_env("FSDP_BACKWARD_PREFETCH", when=_is_version_1)
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Iterable[torch.nn.Module] | str | None = None
-    state_dict_type: Any = None
+    auto_wrap_policy: Any = from_env("FSDP_AUTO_WRAP_POLICY")
+    cpu_offload: Any = from_env("FSDP_OFFLOAD_PARAMS")
+    ignored_modules: Iterable[torch.nn.Module] | str | None = from_env("FSDP_IGNORED_MODULES")
+    state_dict_type: Any = from_env("FSDP_STATE_DICT_TYPE")
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
+    use_orig_params: bool | None = from_env("FSDP_USE_ORIG_PARAMS", when=_is_version_1)
     param_init_fn: Callable[[torch.nn.Module], None] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
+    sync_module_states: bool | None = from_env("FSDP_SYNC_MODULE_STATES", when=_is_version_1)
+    forward_prefetch: bool | None = from_env("FSDP_FORWARD_PREFETCH")
+    activation_checkpointing: bool | None = from_env("FSDP_ACTIVATION_CHECKPOINTING")
     activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | None = None
-    min_num_params: int | None = None
+    cpu_ram_efficient_loading: bool | None = from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    transformer_cls_names_to_wrap: list[str] | None = from_env("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    min_num_params: int | None = from_env("FSDP_MIN_NUM_PARAMS")
 
     def __post_init__(self) -> None:
-        # Remembered before the environment fills the rest in: a launcher's values are ignored in silence, a
-        # user's with a warning.
-        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None}
-        self.fsdp_version = choice("fsdp_version", or_env(self.fsdp_version, "FSDP_VERSION"), {1: 1, 2: 2})
-        for name, variable in _FLAGS.items():
-            setattr(self, name, or_env(getattr(self, name), variable))
-        if self.transformer_cls_names_to_wrap is None:
-            self.transformer_cls_names_to_wrap = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
+        # A launcher's values are ignored in silence, a user's with a warning.
+        user_set = read_environment(self)
+        self.fsdp_version = 1 if _is_version_1(self) else 2
+        if "transformer_cls_names_to_wrap" not in user_set:
+            self.transformer_cls_names_to_wrap = list(self.transformer_cls_names_to_wrap or ()) or None
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = self.transformer_cls_names_to_wrap.split(",")  # as transformers' Trainer gives them
             self.transformer_cls_names_to_wrap = [name.strip() for name in names]
         self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
-        self._set_sharding(given)
-        self._set_first_version(given)
+        self._set_sharding(user_set)
+        self._set_first_version(user_set)
         self._set_policy()
         self.set_cpu_offload()
         self.set_state_dict_type()
@@ -125,17 +119,18 @@ class FullyShardedDataParallelPlugin:
             self._read_precision()
         warn_of_unused(self)
 
-    def _set_sharding(self, given: set[str]) -> None:
+    def _set_sharding(self, user_set: set[str]) -> None:
         # torch's _HYBRID_SHARD_ZERO2 is known with and without its underscore.
         strategies = {item.name.lstrip("_"): item for item in fsdp.ShardingStrategy}
         strategies |= {item.name: item for item in fsdp.ShardingStrategy}
         if self.fsdp_version == 1:
-            name = "reshard_after_forward of fsdp_version=1"
-            both = [item for item in (self.reshard_after_forward, self.sharding_strategy) if item is not None]
-            # The launcher has a flag for version 2 there, whatever the version is.
-            named = str(env.get("FSDP_RESHARD_AFTER_FORWARD")).upper()
-            both = both or [named if named in strategies else env.get("FSDP_SHARDING_STRATEGY")]
-            chosen, *others = (choice(name, item, strategies) for item in both)
+            names = ("reshard_after_forward", "sharding_strategy")
+            both = [getattr(self, name) for name in names if name in user_set]
+            if not both:
+                # The launcher has a flag for version 2 there, whatever the version is.
+                named = str(self.reshard_after_forward).upper()
+                both = [named if named in strategies else self.sharding_strategy]
+            chosen, *others = (choice(f"{names[0]} of fsdp_version=1", item, strategies) for item in both)
             if others not in ([], [chosen]):
                 raise ValueError(
                     f"reshard_after_forward={chosen.name} and sharding_strategy={others[0].name} say the "
@@ -143,8 +138,8 @@ class FullyShardedDataParallelPlugin:
                 )
             self.sharding_strategy = self.reshard_after_forward = chosen
             return
-        # Of the script alone: that of the environment is version 1's.
-        if "sharding_strategy" in given:
+        # The user's: the variable is read in version 1 alone.
+        if self.sharding_strategy is not None:
             strategy = choice("sharding_strategy", self.sharding_strategy, strategies)
             if strategy.name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
                 raise ValueError(
@@ -152,40 +147,37 @@ class FullyShardedDataParallelPlugin:
                     "reshard_after_forward=True or False, and for replicas of shards give "
                     "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
                 )
-            if self.reshard_after_forward is None:
+            if "reshard_after_forward" not in user_set:
                 self.reshard_after_forward = strategy.name == "FULL_SHARD"
         # Version 2 has reshard_after_forward in its place.
         self.sharding_strategy = None
         words = {"TRUE": True, "FALSE": False, "1": True, "0": False}
-        value = or_env(self.reshard_after_forward, "FSDP_RESHARD_AFTER_FORWARD")
+        value = self.reshard_after_forward
         self.reshard_after_forward = choice(
             "reshard_after_forward of fsdp_version=2", True if value is None else value, words
         )
 
-    def _set_first_version(self, given: set[str]) -> None:
+    def _set_first_version(self, user_set: set[str]) -> None:
         """Read the settings that version 2 does not have, and warn of those that it ignores."""
         if self.fsdp_version == 2:
             unused = ("backward_prefetch", "use_orig_params", "param_init_fn", "state_dict_config")
-            ignored = [name for name in (*unused, "optim_state_dict_config") if name in given]
-            ignored += ["forward_prefetch"] * (self.forward_prefetch is True and "forward_prefetch" in given)
+            ignored = [name for name in (*unused, "optim_state_dict_config") if name in user_set]
+            if self.forward_prefetch is True and "forward_prefetch" in user_set:
+                ignored.append("forward_prefetch")
             if ignored:
                 warn(
                     f"fsdp_version=2 ignores {', '.join(ignored)}: they are settings of version 1. Leave "
                     "them out.",
                 )
-            # None, so that nobody reads a value of the environment that has no effect.
+            # A value that has no effect is not shown.
             self.backward_prefetch = self.use_orig_params = None
             if self.sync_module_states is None:
                 self.sync_module_states = True
             return
         prefetches = {item.name: item for item in fsdp.BackwardPrefetch} | {"NO_PREFETCH": None}
-        self.backward_prefetch = choice(
-            "backward_prefetch", or_env(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH"), prefetches
-        )
-        self.use_orig_params = or_env(self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
-        self.sync_module_states = or_env(self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
+        self.backward_prefetch = choice("backward_prefetch", self.backward_prefetch, prefetches)
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            if "sync_module_states" in given:
+            if "sync_module_states" in user_set:
                 warn(
                     "sync_module_states=False is ignored: with cpu_ram_efficient_loading only rank 0 has the "
                     "weights. Leave it out.",
@@ -193,15 +185,14 @@ class FullyShardedDataParallelPlugin:
             self.sync_module_states = True
 
     def _set_policy(self) -> None:
-        policy = or_env(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY")
-        if callable(policy):
+        if callable(self.auto_wrap_policy):
             return
         known = {
             "TRANSFORMER_BASED_WRAP": wrap.transformer_auto_wrap_policy,
             "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
             "NO_WRAP": None,
         }
-        self.auto_wrap_policy = choice("auto_wrap_policy", policy, known)
+        self.auto_wrap_policy = choice("auto_wrap_policy", self.auto_wrap_policy, known)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Complete the policy for a model: its classes by name, and the smallest size.
@@ -252,14 +243,13 @@ class FullyShardedDataParallelPlugin:
         """Choose what `save_state` writes.
 
         Args:
-            state_dict_type: A StateDictType or its name; None keeps the one that is set, or the environment's
-                or the version's default.
+            state_dict_type: A StateDictType or its name; None keeps the one that is set, or takes the
+                version's default.
 
         Raises:
             ValueError: If it is not known.
         """
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
-        chosen = or_env(chosen, "FSDP_STATE_DICT_TYPE")
         if chosen is None:
             chosen = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         kinds = {item.name: item for item in fsdp.StateDictType}

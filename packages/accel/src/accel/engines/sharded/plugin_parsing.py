@@ -1,15 +1,8 @@
-"""Parsing FSDP's settings: names in any case, numbers of old configurations, environment variables."""
+"""Parsing FSDP's settings: names in any case, numbers of old configurations."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from accel_state import env
-
-
-def or_env(value: Any, variable: str) -> Any:
-    """Return a setting's value, or that of its environment variable if it is None."""
-    return env.get(variable) if value is None else value
 
 
 def choice(field: str, value: Any, choices: dict[Any, Any]) -> Any:

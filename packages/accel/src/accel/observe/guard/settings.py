@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel.observe.base import ObserverKwargs
 from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
@@ -44,18 +45,17 @@ class GuardKwargs(ObserverKwargs):
         ValueError: If a value is out of range.
     """
 
-    action: str | None = None
-    bundle: str | os.PathLike[str] | None = None
+    action: str | None = from_env("ACCELERATE_GUARD")
+    bundle: str | os.PathLike[str] | None = from_env("ACCELERATE_GUARD_BUNDLE")
     max_bundles: int = 1
     spike: float | None = None
     spike_window: int = 100
     check_gradients: bool = True
 
     def __post_init__(self) -> None:
+        read_environment(self)
         if self.action is None:
-            self.action = env.get("ACCELERATE_GUARD") or "warn"
-        if self.bundle is None:
-            self.bundle = env.get("ACCELERATE_GUARD_BUNDLE")
+            self.action = "warn"
         if self.action not in _ACTIONS:
             raise ValueError(
                 f"GuardKwargs got action={self.action!r}; it takes {', '.join(map(repr, _ACTIONS))}."

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.observe.base import ObserverKwargs
-from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:
@@ -38,13 +37,14 @@ class StatisticsKwargs(ObserverKwargs):
         ValueError: If `every` is negative or `slow` is not above 1.
     """
 
-    every: int = field(default_factory=partial(env.get, "ACCELERATE_STATISTICS"))
+    every: int = from_env("ACCELERATE_STATISTICS")
     slow: float = 1.2
     summary: bool = True
     folder: str | None = None
     synchronize: bool = False
 
     def __post_init__(self) -> None:
+        read_environment(self)
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 0:
             raise ValueError(
                 f"StatisticsKwargs: every={self.every!r}; it takes the number of optimizer steps between two "

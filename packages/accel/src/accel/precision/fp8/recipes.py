@@ -7,17 +7,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import env
+from accel_state.env.fields import from_env, read_environment
 from accel_state.handlers import KwargsHandler
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     import torch
 
-_AO_FIELDS = {
-    "pad_inner_dim": "ACCELERATE_FP8_PAD_INNER_DIM",
-    "enable_fsdp_float8_all_gather": "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
-}
+_AO_FIELDS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 _OVERRIDES = ("FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_WGRAD")
+
+
+def _has_no_config(recipe: Any) -> bool:
+    return recipe.config is None
 
 
 @dataclasses.dataclass
@@ -39,10 +41,13 @@ class AORecipeKwargs(KwargsHandler):
 
     config: Any = None
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    pad_inner_dim: bool | None = from_env("ACCELERATE_FP8_PAD_INNER_DIM", when=_has_no_config)
+    enable_fsdp_float8_all_gather: bool | None = from_env(
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", when=_has_no_config
+    )
 
     def __post_init__(self) -> None:
+        read_environment(self, defaults=False)  # to know what was set on purpose
         for name in _AO_FIELDS if self.config is not None else ():
             given, own = getattr(self, name), getattr(self.config, name)
             if given is not None and given != own:
@@ -53,10 +58,7 @@ class AORecipeKwargs(KwargsHandler):
 
     def asks_for(self, name: str) -> bool:
         """Return whether a setting was made on purpose, and is on; a default is not."""
-        given = getattr(self, name) if self.config is None else getattr(self.config, name)
-        if given is None and env.is_set(_AO_FIELDS[name]):
-            given = env.get(_AO_FIELDS[name])
-        return bool(given)
+        return bool(getattr(self if self.config is None else self.config, name))
 
     def build(self, gathers: bool) -> Any:
         """Return torchao's configuration.
@@ -71,10 +73,7 @@ class AORecipeKwargs(KwargsHandler):
 
         config: Any = self.config
         if config is None:
-            given = {name: getattr(self, name) for name in _AO_FIELDS}
-            fields = {
-                name: env.get(_AO_FIELDS[name]) if value is None else value for name, value in given.items()
-            }
+            fields = {name: getattr(self, name) in (None, True) for name in _AO_FIELDS}  # on by default
             config = require("torchao.float8", "fp8").Float8LinearConfig(**fields)
         # torchao would wrap weights in a class that only FSDP2 unwraps.
         if not gathers and config.enable_fsdp_float8_all_gather:
@@ -105,27 +104,19 @@ class TERecipeKwargs(KwargsHandler):
         ValueError: If a value is not allowed.
     """
 
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    use_autocast_during_eval: bool | None = from_env("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL")
+    margin: int | None = from_env("ACCELERATE_FP8_MARGIN")
+    interval: int | None = from_env("ACCELERATE_FP8_INTERVAL")
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = from_env("ACCELERATE_FP8_FORMAT")
+    amax_history_len: int | None = from_env("ACCELERATE_FP8_AMAX_HISTORY_LEN")
+    amax_compute_algo: Literal["max", "most_recent"] | None = from_env("ACCELERATE_FP8_AMAX_COMPUTE_ALGO")
     override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = None
+    use_mxfp8_block_scaling: bool | None = from_env("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING")
 
     def __post_init__(self) -> None:
-        for name in (
-            "use_autocast_during_eval",
-            "margin",
-            "interval",
-            "amax_history_len",
-            "use_mxfp8_block_scaling",
-        ):
-            if getattr(self, name) is None:
-                setattr(self, name, env.get(f"ACCELERATE_FP8_{name.upper()}"))
+        read_environment(self)
         self.fp8_format = _choice(self.fp8_format and self.fp8_format.upper(), "fp8_format", "FORMAT")
-        self.amax_compute_algo = _choice(self.amax_compute_algo, "amax_compute_algo", "AMAX_COMPUTE_ALGO")
+        _choice(self.amax_compute_algo, "amax_compute_algo", "AMAX_COMPUTE_ALGO")
         self.override_linear_precision = _overrides(self.override_linear_precision)
 
 
@@ -141,10 +132,11 @@ class MSAMPRecipeKwargs(KwargsHandler):
         ValueError: If the level is not one of these.
     """
 
-    opt_level: Literal["O1", "O2"] | None = None
+    opt_level: Literal["O1", "O2"] | None = from_env("ACCELERATE_FP8_OPT_LEVEL")
 
     def __post_init__(self) -> None:
-        self.opt_level = _choice(self.opt_level, "opt_level", "OPT_LEVEL")
+        read_environment(self)
+        _choice(self.opt_level, "opt_level", "OPT_LEVEL")
 
 
 @dataclasses.dataclass
@@ -167,7 +159,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         ValueError: If a value is not allowed.
     """
 
-    backend: Literal["MSAMP", "TE"] | None = None
+    backend: Literal["MSAMP", "TE"] | None = from_env("ACCELERATE_FP8_BACKEND")
 
     def __post_init__(self) -> None:
         warn(
@@ -177,7 +169,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         # Both by their names: neither calls the other.
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
-        chosen = str(self.backend or env.get("ACCELERATE_FP8_BACKEND") or "").upper()
+        chosen = str(self.backend or "").upper()
         if chosen not in ("", "MSAMP", "TE"):
             raise ValueError(
                 f"FP8RecipeKwargs(backend={chosen!r}): it has the settings of MSAMP and TE; for torchao, "
@@ -186,10 +178,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         self.backend = chosen or "TE"  # type: ignore[assignment]
 
 
-def _choice(given: Any, field: str, variable: str) -> Any:
-    variable = f"ACCELERATE_FP8_{variable}"
-    value = env.get(variable) if given is None else given
-    allowed = env.VARIABLES[variable].choices
+def _choice(value: Any, field: str, variable: str) -> Any:
+    allowed = env.VARIABLES[f"ACCELERATE_FP8_{variable}"].choices
     if value not in allowed:
         raise ValueError(f"{field}={value!r} is not known; allowed: {', '.join(map(str, allowed))}.")
     return value
