@@ -41,7 +41,7 @@ WAYS = {
     "a gradient": (
         "accel.accelerator",
         "accel.training.gradients",
-        "accel.engines.ddp.engine",
+        "accel.engines",
         "accel.engines.base",
         "accel.engines.base.engine",
         "accel_optim.optimizer",
@@ -49,7 +49,6 @@ WAYS = {
     ),
     "a checkpoint": (
         "accel.accelerator",
-        "accel.saving.methods",
         "accel.saving.save",
         "accel_ckpt.training_state.save",
         "accel_ckpt.folder.staging",
@@ -65,7 +64,7 @@ WAYS = {
         "accel_ckpt.weights.mapped",
     ),
 }
-"""The modules that these come through, each of which imports the next."""
+"""The modules that these come through, each of which imports the next, some of them only for its types."""
 
 WIDTH, BOX, GAP, LINE = 860, 34, 16, 86  # pixels
 
@@ -76,14 +75,14 @@ def _modules() -> dict[str, Module]:
 
 
 @cache
-def _imported(name: str) -> frozenset[str]:
-    """The modules of ours that a module imports at run time, at any depth."""
-    known, found = _modules(), set()
-    for item in known[name].imports:
-        if item.when != "typing":
+def _imported(name: str, for_types: bool = False) -> frozenset[str]:
+    """The modules of ours that a module imports, at any depth; `for_types` adds those under TYPE_CHECKING."""
+    modules, imported = _modules(), set()
+    for item in modules[name].imports:
+        if for_types or item.when != "typing":
             targets = {item.module, *(f"{item.module}.{each}" for each in item.names)}
-            found |= {target for target in targets if target in known}
-    return frozenset(found - {name})
+            imported |= {target for target in targets if target in modules}
+    return frozenset(imported - {name})
 
 
 def house() -> Edges:
@@ -92,11 +91,11 @@ def house() -> Edges:
 
 
 def folders(package: str) -> Edges:
-    """Imports between the folders of a package; a module beside them stands for itself."""
+    """Imports between the folders of a package; a module next to them stands for itself."""
 
     def place(name: str) -> str | None:
-        own, _, rest = name.partition(".")
-        return rest.partition(".")[0] or None if own == package else None
+        top, _, rest = name.partition(".")
+        return rest.partition(".")[0] or None if top == package else None
 
     return _edges(place)
 
@@ -135,7 +134,7 @@ def rows(edges: Edges) -> list[list[str]]:
 
 
 def backwards(edges: Edges) -> list[tuple[str, str]]:
-    """The arrows that run back up."""
+    """The arrows that point back up."""
     level = {place: index for index, row in enumerate(rows(edges)) for place in row}
     return sorted(edge for edge in edges if level[edge[0]] >= level[edge[1]])
 
@@ -188,10 +187,10 @@ def way(name: str) -> str:
     for place, module in enumerate(modules):
         if module not in known:
             raise ValueError(f"The way of {name} goes through {module}, which is not there any more.")
-        if place + 1 < len(modules) and modules[place + 1] not in _imported(module):
+        if place + 1 < len(modules) and modules[place + 1] not in _imported(module, for_types=True):
             raise ValueError(f"The way of {name}: {module} does not import {modules[place + 1]} any more.")
-        said = (ast.get_docstring(known[module].tree) or "").splitlines()[0]
-        lines.append(f"{place + 1}. `{module}`: {said}")
+        summary = (ast.get_docstring(known[module].tree) or "").splitlines()[0]
+        lines.append(f"{place + 1}. `{module}`: {summary}")
     return "\n".join(lines)
 
 

@@ -1,5 +1,4 @@
-"""Check that public names have docstrings and no word that the glossary bans, and that its terms name
-something.
+"""Check that every public name has a docstring and no banned word, and that the glossary's terms exist.
 
 Run from anywhere: `python tools/check_names.py [repository]`, with the packages installed.
 """

@@ -24,7 +24,7 @@ def gathered(trees: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     sent = torch.cat([each.buffers.sent for each in stacks])  # type: ignore[union-attr]
     stacks[0].buffers.received.copy_(sent)  # type: ignore[union-attr]
     memory, results = stacks[0].make_results()  # type: ignore[union-attr]
-    stacks[0].fill(memory)  # type: ignore[union-attr]
+    stacks[0].finish(memory)  # type: ignore[union-attr]
     return list(results)
 
 

@@ -96,7 +96,7 @@ def _gather(
         return memory, put_back(results)
 
     memory, gathered = waits.all_gather(buffers.received, buffers.sent, group, make_results)
-    stack.fill(memory)
+    stack.finish(memory)
     return gathered
 
 

@@ -91,7 +91,7 @@ class Stack(NamedTuple):
 
     Args:
         kind: Their kind.
-        buffers: Their memory, which `fill` returns to the kind.
+        buffers: Their memory, which `finish` returns to the kind.
     """
 
     kind: Kind
@@ -101,8 +101,8 @@ class Stack(NamedTuple):
         """Make the tensors that come back, without their values: while the stacks are in flight.
 
         Returns:
-            The memory of all of them, for `fill`, and as many tensors as the stack has: each with its copies,
-            concatenated along the first dimension. Nothing else may write to the memory.
+            The memory of all of them, for `finish`, and as many tensors as the stack has: each with its
+            copies, concatenated along the first dimension. Nothing else may write to the memory.
         """
         kind = self.kind
         memory = torch.empty_like(self.buffers.rows)
@@ -110,7 +110,7 @@ class Stack(NamedTuple):
         # Unsafe: autograd treats the pieces as independent, which they are: nothing else uses the memory.
         return memory, torch.unsafe_split_with_sizes(rows, kind.lengths)
 
-    def fill(self, memory: torch.Tensor) -> None:
+    def finish(self, memory: torch.Tensor) -> None:
         """Fill the results once all stacks have been received, and return the buffers to the kind.
 
         Args:

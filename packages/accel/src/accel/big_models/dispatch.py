@@ -18,8 +18,8 @@ from accel.big_models.hooks.tensors import Device, TiedParameters, as_device, ti
 from accel.big_models.offload.weights import (
     check_not_sharded,
     collect,
-    fill_meta,
     hooks_of,
+    materialize_meta,
     named_tensors,
     offloaded_values,
     tied_params,
@@ -268,7 +268,7 @@ def _remove_hooks(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
             remove_hook_from_module(module)
             for hook in user_hooks:
                 add_hook_to_module(module, hook, append=True)
-    fill_meta(model, values)
+    materialize_meta(model, values)
 
 
 def _forget_replaced(model: nn.Module) -> None:

@@ -19,34 +19,34 @@ _COMPUTING = {
 }
 
 
-def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def move(value: torch.Tensor, current: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Return a weight on a device, in the dtype and of the class that it has in the model.
 
     Args:
         value: The weight, wherever it is kept.
-        own: What the model has in its place.
+        current: What the model has in its place.
         device: Where to; None for where it is.
 
     Returns:
         `value` itself, if nothing about it has to change.
     """
     device = value.device if device is None else device
-    there = value.device == device and value.dtype == own.dtype
-    if not isinstance(own, torch.nn.Parameter):
-        return value.detach() if there else move_tensor(own, value, device)
-    if isinstance(value, torch.nn.Parameter) and type(value) is type(own):
+    there = value.device == device and value.dtype == current.dtype
+    if not isinstance(current, torch.nn.Parameter):
+        return value.detach() if there else move_tensor(current, value, device)
+    if isinstance(value, torch.nn.Parameter) and type(value) is type(current):
         if there:
-            if value.requires_grad != own.requires_grad:
-                value.requires_grad_(own.requires_grad)
+            if value.requires_grad != current.requires_grad:
+                value.requires_grad_(current.requires_grad)
             return value
         if type(value).to is not torch.Tensor.to:  # it is quantized already, and knows how to move
             return value.to(device)
-    if there and type(value) is torch.Tensor and type(own) is torch.nn.Parameter and not vars(own):
-        return torch.nn.Parameter(value, own.requires_grad)  # what `moved` returns, without its checks
-    return _known_once(move_tensor(own, value, device))
+    if there and type(value) is torch.Tensor and type(current) is torch.nn.Parameter and not vars(current):
+        return torch.nn.Parameter(value, current.requires_grad)  # what `moved` returns, without its checks
+    return _known_once(move_tensor(current, value, device))
 
 
-def bring_to(device: torch.device | None, value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def bring_to(device: torch.device | None, value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     """Return an offloaded weight for a forward: `move`, but a quantized one is never the stored one itself.
 
     Layers of bitsandbytes change the weight with which they run and its statistics: some lay it out again for
@@ -55,14 +55,14 @@ def bring_to(device: torch.device | None, value: torch.Tensor, own: torch.Tensor
     Args:
         device: Where to; None for where it is.
         value: The weight, wherever it is kept.
-        own: What the model has in its place.
+        current: What the model has in its place.
 
     Returns:
         The weight.
     """
-    quantized = type(value) is type(own) and type(value).to is not torch.Tensor.to
+    quantized = type(value) is type(current) and type(value).to is not torch.Tensor.to
     if not quantized or not isinstance(value, torch.nn.Parameter):
-        return move(value, own, device)
+        return move(value, current, device)
     return _known_once(move_tensor(value, value.data, value.device if device is None else device))
 
 

@@ -12,7 +12,7 @@ from accel.observe.base import observed
 from accel.observe.sync import verify_before_save
 from accel.saving.per_rank_buffers import save_per_rank_buffers
 from accel.saving.saving_process import saving_process
-from accel.training.prepare import holds_any
+from accel.training.prepare import has_any_parameter
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.files import tensors
@@ -253,7 +253,9 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
     ]
     optimizers, owners = [], []
     for item in run.prepared.optimizers:
-        owner = next((index for index, wanted in enumerate(parameter_ids) if holds_any(item, wanted)), None)
+        owner = next(
+            (index for index, wanted in enumerate(parameter_ids) if has_any_parameter(item, wanted)), None
+        )
         if owner is None:
             raise ValueError(
                 f"{type(item).__name__} has no parameters of a prepared model, so its state cannot be "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.training.prepare import find_prepared_optimizer, holds_any
+from accel.training.prepare import find_prepared_optimizer, has_any_parameter
 from accel_optim import lomo, precision
 from accel_optim.scaler import true_on_any_rank
 from accel_state.train_plan import check_accumulation_steps
@@ -183,14 +183,15 @@ def unscale_gradients(run: Run, optimizer: Any) -> None:
 def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
     tensors = run.engine.gradients.tensors_with_grad(parameters)
-    if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
+    if run.lomo is not None and has_any_parameter(run.lomo, {id(tensor) for tensor in tensors}):
         lomo.warn_about_clipping(run.lomo)
     if run.scaler is not None and run.scaler.is_enabled():
         # By identity: parameters compare by value.
         wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
-        holding = true_on_any_rank(run.scaler, [holds_any(item, wanted) for item in run.prepared.optimizers])
-        # The processes agree, since unscaling is a collective where each has parts of the gradients.
-        owners = [item for item, holds in zip(run.prepared.optimizers, holding, strict=True) if holds]
+        optimizers = run.prepared.optimizers
+        has_some = true_on_any_rank(run.scaler, [has_any_parameter(item, wanted) for item in optimizers])
+        # The processes agree, since unscaling is a collective where each has shards of the gradients.
+        owners = [item for item, has in zip(optimizers, has_some, strict=True) if has]
         held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
         if wanted - held:
             raise ValueError(

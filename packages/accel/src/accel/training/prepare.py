@@ -381,7 +381,7 @@ def find_prepared_optimizer(run: Run, optimizer: Any) -> Any:
     return prepared
 
 
-def holds_any(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
+def has_any_parameter(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
     """Whether the optimizer has a parameter whose `id` is among `wanted`."""
     return any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
 

@@ -17,8 +17,8 @@ from accel.big_models.hooks.base import ModelHook, add_hook_to_module
 from accel.big_models.hooks.prefetch import EndOfForward
 from accel.big_models.offload.weights import (
     collect,
-    fill_meta,
     hooks_of,
+    materialize_meta,
     named_tensors,
     offloaded_values,
     tied_params,
@@ -221,7 +221,7 @@ def test_the_values_of_an_offloaded_model_are_found_again(net: Net, kind: str, t
 def test_tensors_without_values_are_filled_and_stay_tied(net: Net) -> None:
     table, weight = net.table, net.a.weight.clone()
     net.a.weight = net.b.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-    fill_meta(net, {"b.weight": weight, "table": torch.zeros(3)})
+    materialize_meta(net, {"b.weight": weight, "table": torch.zeros(3)})
 
     assert net.a.weight is net.b.weight
     assert isinstance(net.a.weight, nn.Parameter)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from accel_launch.config.ask.question import Answers, Question, Test, answered, ask, asked_if, needed, several
+from accel_launch.config.ask.question import Answers, Question, Test, answered, ask, ask_if, needed, several
 from accel_launch.settings.schema import SETTINGS
 
 _ENGINES = (
@@ -68,7 +68,7 @@ def engine_questions() -> list[Question]:
         *(
             question
             for name, questions in details.items()
-            for question in asked_if(answered("engine", name), questions)
+            for question in ask_if(answered("engine", name), questions)
         ),
     ]
 
@@ -184,8 +184,8 @@ def _deepspeed() -> list[Question]:
                 (3, "3: parameters too"),
             ),
         ),
-        *asked_if(_zero(2), _offload("optimizer", "optimizer states")),
-        *asked_if(_zero(3), _offload("param", "parameters")),
+        *ask_if(_zero(2), _offload("optimizer", "optimizer states")),
+        *ask_if(_zero(3), _offload("param", "parameters")),
         ask("gradient_accumulation_steps", "Steps over which gradients are added up?", 1, when=_zero(0)),
         ask("gradient_clipping", "Largest gradient norm (empty: no clipping)?", "", when=_zero(0)),
         ask("zero3_init_flag", "Shard parameters while the model is built?", True, when=_zero(3)),
@@ -197,7 +197,7 @@ def _deepspeed() -> list[Question]:
             when=_zero(3),
         ),
         ask("deepspeed_multinode_launcher", "How are the machines reached?", "standard", when=several),
-        *asked_if(
+        *ask_if(
             lambda answers: answers.get("deepspeed_multinode_launcher", "standard") != "standard", hostfile
         ),
     ]

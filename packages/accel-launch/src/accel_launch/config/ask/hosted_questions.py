@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from accel_launch.config.ask.question import Question, answered, ask, asked_if, is_sagemaker, is_tpu, needed
+from accel_launch.config.ask.question import Question, answered, ask, ask_if, is_sagemaker, is_tpu, needed
 
 
 def tpu_questions() -> list[Question]:
@@ -28,7 +28,7 @@ def tpu_questions() -> list[Question]:
     ]
     # torch_xla calls a function in each process, where other launchers start the script again.
     function = ask("main_training_function", "Function of the script that each process runs?", when=is_tpu)
-    return [*asked_if(answered("place", "pod"), pod), function]
+    return [*ask_if(answered("place", "pod"), pod), function]
 
 
 def _text(name: str, title: str, default: str = "", what: str = "") -> Question:
@@ -71,4 +71,4 @@ def sagemaker_questions() -> list[Question]:
         _text("sagemaker_inputs_file", "File of inputs, channel<tab>location (empty: none)?"),
         _text("sagemaker_metrics_file", "File of metrics, name<tab>expression (empty: none)?"),
     ]
-    return asked_if(is_sagemaker, questions)
+    return ask_if(is_sagemaker, questions)

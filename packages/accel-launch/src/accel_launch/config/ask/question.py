@@ -103,7 +103,7 @@ def is_sagemaker(answers: Answers) -> bool:
     return answers.get("place") == "sagemaker"
 
 
-def asked_if(when: Test, questions: Iterable[Question]) -> list[Question]:
+def ask_if(when: Test, questions: Iterable[Question]) -> list[Question]:
     """Ask questions only if a condition holds, in addition to their own.
 
     Args:

@@ -17,7 +17,7 @@ from accel_launch.config.ask.question import (
     Question,
     answered,
     ask,
-    asked_if,
+    ask_if,
     is_gpu,
     is_tpu,
     needed,
@@ -79,7 +79,7 @@ def _place() -> list[Question]:
             ),
             lambda answers: "one",
         ),
-        *asked_if(several, machines),
+        *ask_if(several, machines),
     ]
 
 
@@ -164,9 +164,9 @@ def _fp8() -> list[Question]:
             when=answered("mixed_precision", "fp8"),
             choices=(("AO", "AO: torchao"), ("TE", "TE: Transformer Engine"), ("MSAMP", "MSAMP: MS-AMP")),
         ),
-        *asked_if(answered("fp8_backend", "TE"), transformer_engine),
+        *ask_if(answered("fp8_backend", "TE"), transformer_engine),
         ask("fp8_opt_level", "Optimization level?", when=answered("fp8_backend", "MSAMP")),
-        *asked_if(answered("fp8_backend", "AO"), torchao),
+        *ask_if(answered("fp8_backend", "AO"), torchao),
     ]
 
 
@@ -188,7 +188,7 @@ def _compilation() -> list[Question]:
             "Compile the model with torch.compile?",
             choices=(("no", "no"), ("inductor", "yes, with inductor"), ("aot_eager", "aot_eager, to debug")),
         ),
-        *asked_if(answered("dynamo_backend", "inductor", "aot_eager"), details),
+        *ask_if(answered("dynamo_backend", "inductor", "aot_eager"), details),
     ]
 
 
@@ -211,7 +211,7 @@ def _training() -> list[Question]:
             when=lambda answers: is_tpu(answers) and answers["mixed_precision"] == "bf16",
         ),
         *_compilation(),
-        *asked_if(lambda answers: bool(answers["processes"] > 1), for_several),
+        *ask_if(lambda answers: bool(answers["processes"] > 1), for_several),
     ]
 
 

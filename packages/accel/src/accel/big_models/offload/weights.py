@@ -215,7 +215,7 @@ def offloaded_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return values
 
 
-def fill_meta(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+def materialize_meta(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Give tensors of a model that are on the meta device their values, on the CPU; tied ones stay tied.
 
     Args:

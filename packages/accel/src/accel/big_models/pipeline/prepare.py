@@ -238,7 +238,7 @@ def _output_structure(
     model: nn.Module, inputs: Inputs, tensors: list[torch.Tensor]
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
     """Run one chunk of the example, and return a function that makes an output of its tensors."""
-    args, kwargs = inputs.fill(tensors)
+    args, kwargs = inputs.unflatten(tensors)
     with torch.no_grad():
         output = model(*args, **kwargs)
     size = len(tensors[0])

@@ -48,9 +48,9 @@ class Inputs:
             ValueError: If there are other inputs than in the example, other values that are no tensors, or
                 first dimensions that differ.
         """
-        found = dict(_walk(self._bind(args, kwargs), ""))
-        self._check(found)
-        named = {name: found[name] for name, leaf in self._leaves.items() if isinstance(leaf, torch.Tensor)}
+        leaves = dict(_walk(self._bind(args, kwargs), ""))
+        self._check(leaves)
+        named = {name: leaves[name] for name, leaf in self._leaves.items() if isinstance(leaf, torch.Tensor)}
         sizes = {name: tensor.shape[0] if tensor.dim() else None for name, tensor in named.items()}
         if not sizes or None in sizes.values() or len(set(sizes.values())) > 1:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
@@ -60,7 +60,7 @@ class Inputs:
             )
         return list(named.values())
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the example with other tensors.
 
         Args:
@@ -77,14 +77,14 @@ class Inputs:
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return dict(self._signature.bind(*args, **kwargs).arguments)
 
-    def _check(self, found: dict[str, Any]) -> None:
-        if found.keys() != self._leaves.keys():
+    def _check(self, leaves: dict[str, Any]) -> None:
+        if leaves.keys() != self._leaves.keys():
             raise ValueError(
                 f"the pipeline was traced with the inputs {', '.join(self._leaves)}, but called with "
-                f"{', '.join(found) or 'none'}. Call it with those of its example."
+                f"{', '.join(leaves) or 'none'}. Call it with those of its example."
             )
         for name, expected in self._leaves.items():
-            value = found[name]
+            value = leaves[name]
             tensor = isinstance(expected, torch.Tensor)
             if tensor != isinstance(value, torch.Tensor) or not (tensor or value == expected):
                 shown = "a tensor" if tensor else repr(expected)
@@ -148,7 +148,7 @@ class _Flat(nn.Module):
         self.inputs = inputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.inputs.fill(tensors)
+        args, kwargs = self.inputs.unflatten(tensors)
         return tuple(flatten(self.model(*args, **kwargs))[0])
 
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_
 
 from accel.engines.common.norms import ShardSets
 from accel.engines.sharded.groups import Groups, aliases
-from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import WeightSource, materialize_group, materialize_rest
 from accel_ops.trees.walk import flatten
 
 
@@ -51,7 +51,7 @@ def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> Ful
         The wrapper that trains.
     """
     # Ignored parameters are not sharded, so they have to start equal on all processes.
-    keep = fill_rest(model, groups.ignored, how.source)
+    keep = materialize_rest(model, groups.ignored, how.source)
     # A module that is used in several places is wrapped once, and its wrapper used in all of them.
     places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
     for parent in model.modules():
@@ -90,7 +90,7 @@ def _wrap(
 ) -> FullyShardedDataParallel:
     inner = FullyShardedDataParallel.fsdp_modules(module)
     done = keep.union(*(unit.parameters() for unit in inner))
-    fill_group(model, module, done, aliases(model), how.source)  # wrapping changes the names
+    materialize_group(model, module, done, aliases(model), how.source)  # wrapping changes the names
     with warnings.catch_warnings():
         # One process has one shard, which torch calls NO_SHARD and advises against.
         is_single = how.source.mesh.size() == 1

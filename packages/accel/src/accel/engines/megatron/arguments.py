@@ -28,18 +28,18 @@ def selected(args: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in args.items() if name in known and value is not None}
 
 
-def check_names(given: Mapping[str, Any], *known: Collection[str]) -> None:
+def check_names(settings: Mapping[str, Any], *known: Collection[str]) -> None:
     """Reject names in `other_megatron_args` that nothing reads.
 
     Args:
-        given: Settings by name.
+        settings: Settings by name.
         *known: Names that are read.
 
     Raises:
         ValueError: If there are others; the message names the nearest known one.
     """
     every = {name for names in known for name in names}
-    for name in given:
+    for name in settings:
         if name not in every:
             raise ValueError(
                 f"other_megatron_args has {name!r}, which is no field of megatron-core's TransformerConfig, "

@@ -76,8 +76,8 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
             "here: weights and optimizer states are restored, and dropout begins with new random numbers.",
         )
     found = checkpoints.load(wanted, source)
-    for index, part in enumerate(model.parts):
-        part.load_state_dict(found[f"model{index}"], strict=True)
+    for index, chunk in enumerate(model.model_chunks):
+        chunk.load_state_dict(found[f"model{index}"], strict=True)
     if "optimizer" in found and model.optimizer is not None:
         model.optimizer.optimizer.load_state_dict(found["optimizer"])
     if "random" in wanted:
@@ -95,10 +95,10 @@ def _arrangement() -> tuple[int, int]:
 def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
     """This process's shard of the model, in the form of megatron-core's checkpoints."""
     # Of the models themselves: their wrappers load what has these names.
-    models = core("utils").unwrap_model(model.parts)
-    state: dict[str, Any] = {f"model{index}": part.sharded_state_dict() for index, part in enumerate(models)}
+    models = core("utils").unwrap_model(model.model_chunks)
+    state: dict[str, Any] = {f"model{index}": each.sharded_state_dict() for index, each in enumerate(models)}
     if with_optimizer and model.optimizer is not None:
-        weights = state["model0"] if len(model.parts) == 1 else dict(state)
+        weights = state["model0"] if len(model.model_chunks) == 1 else dict(state)
         state["optimizer"] = model.optimizer.optimizer.sharded_state_dict(weights, is_loading=is_loading)
     places = parallel_state()
     state["random"] = core("dist_checkpointing").ShardedObject(

@@ -264,13 +264,13 @@ class MegatronLMEngine(Engine):
         for scheduler in request.schedulers:
             plugin.set_scheduler_args(scheduler)
         args = plugin.megatron_lm_default_args
-        parts = wrap(build(plugin), args, self.context.process.device)
+        chunks = wrap(build(plugin), args, self.context.process.device)
         assert plugin.num_micro_batches is not None, "filled when the plugin was made"
-        self._model = MegatronEngine(parts, self._make_step(request.accelerator), plugin.num_micro_batches)
+        self._model = MegatronEngine(chunks, self._make_step(request.accelerator), plugin.num_micro_batches)
         if not request.optimizers:
             # Without an optimizer it can only be evaluated.
             return replace(request, models=(self._model.eval(),))
-        own = build_optimizer(self._model.parts, plugin)
+        own = build_optimizer(self._model.model_chunks, plugin)
         self._optimizer = MegatronLMOptimizerWrapper(own, gradient_state=self.context.gradient_state)
         self._model.attach(self._optimizer)
         return replace(request, models=(self._model,), optimizers=(self._optimizer,))
@@ -325,9 +325,9 @@ class MegatronLMEngine(Engine):
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
         """This process's stage of the model, without wrappers; with several chunks the prepared model."""
-        if not isinstance(model, MegatronEngine) or len(model.parts) > 1:
+        if not isinstance(model, MegatronEngine) or len(model.model_chunks) > 1:
             return model
-        chunk: Any = runtime.core("utils").unwrap_model(model.parts[0])
+        chunk: Any = runtime.core("utils").unwrap_model(model.model_chunks[0])
         return chunk  # type: ignore[no-any-return]
 
     # Gradients

@@ -67,8 +67,8 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         """Make the next step clip gradients by their norm."""
         self.optimizer.config.clip_grad = max_norm
         # With experts or virtual stages it is a chain, whose members have their own configurations.
-        for part in getattr(self.optimizer, "chained_optimizers", ()):
-            part.config.clip_grad = max_norm
+        for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
+            optimizer.config.clip_grad = max_norm
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: each call of the model starts with empty gradients."""
@@ -127,11 +127,11 @@ class MegatronLMDummyScheduler(PlaceholderScheduler):
         self.__dict__.update(kwargs)
 
 
-def build_optimizer(parts: list[Any], plugin: MegatronLMPlugin) -> Any:
+def build_optimizer(model_chunks: list[Any], plugin: MegatronLMPlugin) -> Any:
     """Create megatron-core's optimizer for a model's wrapped chunks.
 
     Args:
-        parts: The parts.
+        model_chunks: The chunks.
         plugin: The plugin, with the optimizer described.
     """
     args = plugin.megatron_lm_default_args
@@ -143,7 +143,7 @@ def build_optimizer(parts: list[Any], plugin: MegatronLMPlugin) -> Any:
     if plugin.scale_lr_cond is not None:
         scaled = {"max_lr": args["lr"] * plugin.lr_mult, "min_lr": plugin.min_lr * plugin.lr_mult}
         overrides[_key("scale_lr_cond", plugin.scale_lr_cond)] = scaled
-    return module.get_megatron_optimizer(config, parts, config_overrides=overrides)
+    return module.get_megatron_optimizer(config, model_chunks, config_overrides=overrides)
 
 
 def _key(name: str, condition: Callable[[str, torch.nn.Parameter], bool]) -> Any:

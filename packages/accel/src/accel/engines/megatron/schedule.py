@@ -23,21 +23,21 @@ class MegatronEngine(torch.nn.Module):
     for `optimizer.step()`; in evaluation mode it runs forward alone.
 
     Args:
-        parts: The wrapped parts, several with virtual pipeline stages.
+        model_chunks: The wrapped chunks, several with virtual pipeline stages.
         step: What a batch is, and what its loss is.
         num_micro_batches: Micro-batches per call.
     """
 
-    def __init__(self, parts: list[Any], step: AbstractTrainStep, num_micro_batches: int) -> None:
+    def __init__(self, model_chunks: list[Any], step: AbstractTrainStep, num_micro_batches: int) -> None:
         super().__init__()
-        self.module = torch.nn.ModuleList(parts)
+        self.module = torch.nn.ModuleList(model_chunks)
         self.train_step = step
         self.num_micro_batches = num_micro_batches
         self.optimizer: MegatronLMOptimizerWrapper | None = None
         self.last_loss: torch.Tensor | None = None
 
     @property
-    def parts(self) -> list[Any]:
+    def model_chunks(self) -> list[Any]:
         """This process's wrapped chunks."""
         return list(self.module)
 
@@ -56,7 +56,7 @@ class MegatronEngine(torch.nn.Module):
         config = self.config
         config.grad_scale_func = optimizer.optimizer.scale_loss
         config.finalize_model_grads_func = core("distributed").finalize_model_grads
-        syncs = [part.no_sync for part in self.parts]
+        syncs = [chunk.no_sync for chunk in self.model_chunks]
         # megatron-core takes a list for virtual stages, otherwise the function itself.
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
@@ -99,22 +99,22 @@ class MegatronEngine(torch.nn.Module):
 
     def _clear(self) -> None:
         assert self.optimizer is not None, "it is training"
-        for part in self.parts:
+        for chunk in self.model_chunks:
             # megatron-core's DDP adds gradients up in its own buffers, which `zero_grad` of the optimizer
             # leaves.
-            part.zero_grad_buffer()
+            chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
 
     def _run(self, batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
         """Run megatron-core's schedule; returns the reports of the last pipeline stage, per micro-batch."""
         schedule = core("pipeline_parallel").get_forward_backward_func()
         lengths = {value.shape[1] for value in batch.values() if getattr(value, "ndim", 0) > 1}
-        parts = self.parts
+        model_chunks = self.model_chunks
         found = schedule(
             forward_step_func=self.train_step.forward_step,  # type: ignore[attr-defined]
             # One for each virtual stage, as each of them reads all micro-batches.
-            data_iterator=[self._micro_batches(batch, size) for _ in parts],
-            model=parts,
+            data_iterator=[self._micro_batches(batch, size) for _ in model_chunks],
+            model=model_chunks,
             num_microbatches=self.num_micro_batches,
             seq_length=max(lengths, default=1),
             micro_batch_size=size,

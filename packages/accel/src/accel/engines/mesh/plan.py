@@ -17,7 +17,7 @@ from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.engine import warn_of_upcast
 from accel.engines.sharded.groups import Groups, aliases
-from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import WeightSource, materialize_group, materialize_rest
 from accel_state.logging.warning import warn
 from accel_state.parallelism.torch_compat import init_device_mesh
 
@@ -102,10 +102,10 @@ def parallelize(model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
     if plan.sharding is not None:
         # Group by group: split weights can be sharded, and not the other way round.
         return shard(model, plan.groups, plan.ignored, names, plan.sharding, split)
-    keep = fill_rest(model, plan.ignored, plan.source)
+    keep = materialize_rest(model, plan.ignored, plan.source)
     split(model)
     done = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    fill_group(model, model, keep | done, names, plan.source)
+    materialize_group(model, model, keep | done, names, plan.source)
     return model
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from accel.engines.mesh.fsdp2_private import reshard_after_evaluation
 from accel.engines.mesh.shared_meshes import SharedMeshes
 from accel.engines.mesh.torch_compat import fully_shard
-from accel.engines.sharded.initial_weights import Names, WeightSource, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import Names, WeightSource, materialize_group, materialize_rest
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def shard(
         split: Called for each group first, to split weights over another axis.
     """
     # Buffers and ignored parameters are not sharded, so they have to start equal on all processes.
-    keep = fill_rest(model, ignored, how.source)
+    keep = materialize_rest(model, ignored, how.source)
     options: dict[str, Any] = {"mp_policy": how.precision}
     # torch 2.6 lacks the option: passed only where it is needed.
     if keep:
@@ -200,7 +200,7 @@ def shard(
         # Tensor parallelism first: `fully_shard` shards the DTensors that it leaves over a second axis.
         split(module)
         done = {item for item in module.parameters() if isinstance(item, DTensor)}
-        fill_group(model, module, keep | done, names, how.source)
+        materialize_group(model, module, keep | done, names, how.source)
         # Backward needs the outermost group first, so torch keeps it unsharded by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
         sharded = fully_shard(module, how.source.mesh, reshard, **options)

@@ -47,7 +47,7 @@ class WeightSource:
         return [mesh.get_group(axis) for mesh, axis in axes if mesh.size(axis) > 1]
 
 
-def fill_rest(
+def materialize_rest(
     model: torch.nn.Module, ignored: set[torch.nn.Parameter], how: WeightSource
 ) -> set[torch.nn.Parameter]:
     """Fill buffers and ignored parameters; returns the latter, new objects where they were on meta."""
@@ -63,7 +63,7 @@ def fill_rest(
     return keep
 
 
-def fill_group(
+def materialize_group(
     model: torch.nn.Module,
     group: torch.nn.Module,
     done: set[torch.nn.Parameter],

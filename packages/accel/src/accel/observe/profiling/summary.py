@@ -61,18 +61,18 @@ def print_summary(totals: OperatorTotals, rows: int, process: ProcessInfo, faile
     reports = RankReports(process, "profile")
     reports.send("totals", totals.values)
     if process.is_main and not failed:
-        found = reports.receive("totals", WAIT_S, partial=True) or {}
-        print(table(found, rows, process.world_size))
+        totals_by_rank = reports.receive("totals", WAIT_S, partial=True) or {}
+        print(table(totals_by_rank, rows, process.world_size))
 
 
-def table(found: Mapping[int, Totals], rows: int, world_size: int) -> str:
-    """Return the summary as text: the operators with the most time of their own, and the sum of all.
+def table(totals_by_rank: Mapping[int, Totals], rows: int, world_size: int) -> str:
+    """Return the summary as text: the operators with the most self time, and the sum of all.
 
-    Numbers are means over the processes; of several, the one with the most time stands beside the mean. The
-    device's time counts where any was recorded, otherwise the CPU's.
+    Numbers are means over the processes; of several, the one with the most time is shown next to the mean.
+    The device's time counts where any was recorded, otherwise the CPU's.
 
     Args:
-        found: The totals by rank.
+        totals_by_rank: The totals by rank.
         rows: How many operators to show.
         world_size: Number of processes of the run.
 
@@ -80,8 +80,8 @@ def table(found: Mapping[int, Totals], rows: int, world_size: int) -> str:
         The text, without a newline at the end.
     """
     per_rank = {
-        name: {rank: totals.get(name, (0, 0, 0, 0)) for rank, totals in found.items()}
-        for name in {name for totals in found.values() for name in totals}
+        name: {rank: totals.get(name, (0, 0, 0, 0)) for rank, totals in totals_by_rank.items()}
+        for name in {name for totals in totals_by_rank.values() for name in totals}
     }
     means = {
         name: [fmean(column) for column in zip(*of_ranks.values(), strict=True)]
@@ -96,7 +96,7 @@ def table(found: Mapping[int, Totals], rows: int, world_size: int) -> str:
         [kind, *(f"{means[name][time] / 1e3:.2f}" for name in shown), f"{total_us / 1e3:.2f}"],
         ["share", *(f"{means[name][time] / (total_us or 1):.0%}" for name in shown), ""],
     ]
-    if len(found) > 1:
+    if len(totals_by_rank) > 1:
         columns.append(["most", *(_most(per_rank[name], time) for name in shown), ""])
     if any(mean[3] for mean in means.values()):
         columns.append(["MB", *(f"{means[name][3] / 1e6:.2f}" for name in shown), ""])
@@ -105,7 +105,7 @@ def table(found: Mapping[int, Totals], rows: int, world_size: int) -> str:
     for name, *rest in zip(*columns, strict=True):
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join([_title(found, world_size), *lines])
+    return "\n".join([_title(totals_by_rank, world_size), *lines])
 
 
 def _most(of_ranks: Mapping[int, Sequence[float]], column: int) -> str:
@@ -113,8 +113,9 @@ def _most(of_ranks: Mapping[int, Sequence[float]], column: int) -> str:
     return f"{of_ranks[rank][column] / 1e3:.2f} (process {rank})"
 
 
-def _title(found: Mapping[int, Totals], world_size: int) -> str:
-    missing = [str(rank) for rank in range(world_size) if rank not in found]
+def _title(totals_by_rank: Mapping[int, Totals], world_size: int) -> str:
+    missing = [str(rank) for rank in range(world_size) if rank not in totals_by_rank]
     if missing:
-        return f"Profile of {len(found)} of {world_size} processes (nothing came from {', '.join(missing)}):"
+        reported = len(totals_by_rank)
+        return f"Profile of {reported} of {world_size} processes (nothing came from {', '.join(missing)}):"
     return f"Profile, means of {world_size} processes:" if world_size > 1 else "Profile:"

@@ -26,7 +26,7 @@ class RunFiles:
         self,
         ranks: Sequence[Mapping[str, Any]],
         last_step: int,
-        share: float,
+        distinct_fraction: float,
         without_waits: Collection[str],
         slow: Sequence[dict[str, Any]],
     ) -> None:
@@ -35,27 +35,27 @@ class RunFiles:
         Args:
             ranks: By rank the steps, samples and seconds of each part since the last gather.
             last_step: The step of the gather.
-            share: The part of the samples of all ranks that are different ones.
+            distinct_fraction: The fraction of the samples of all ranks that are distinct.
             without_waits: The parts that a rank works on by itself.
             slow: The slow processes, with "rank", "part" and "ratio".
         """
         longest, steps = max(sum(rank["seconds"].values()) for rank in ranks), ranks[0]["steps"]
         if not longest:
             return
-        own = sorted(1e3 * sum(rank["seconds"][part] for part in without_waits) / steps for rank in ranks)
+        busy_ms = sorted(1e3 * sum(rank["seconds"][part] for part in without_waits) / steps for rank in ranks)
         numbers = {
-            "samples_per_second": share * sum(rank["samples"] for rank in ranks) / longest,
+            "samples_per_second": distinct_fraction * sum(rank["samples"] for rank in ranks) / longest,
             "step_ms": 1e3 * longest / steps,
-            "own_ms/fastest": own[0],
-            "own_ms/median": own[len(own) // 2],
-            "own_ms/slowest": own[-1],
+            "own_ms/fastest": busy_ms[0],
+            "own_ms/median": busy_ms[len(busy_ms) // 2],
+            "own_ms/slowest": busy_ms[-1],
         }
         values = {f"statistics/{name}": round(value, 4) for name, value in numbers.items()}
         line = {"time": round(time.time(), 3), "step": last_step, "values": values, "slow": slow}
         self._write("statistics.jsonl", json.dumps(line) + "\n", mode="a")
 
     def make_summary(
-        self, ranks: Sequence[Mapping[str, Any]], processes: int, share: float, every: int
+        self, ranks: Sequence[Mapping[str, Any]], processes: int, distinct_fraction: float, every: int
     ) -> dict[str, Any]:
         """Return the summary of a run, as `summary.json` has it.
 
@@ -63,12 +63,12 @@ class RunFiles:
             ranks: The reports of the ranks: "steps", "samples", "seconds" by part, and what
                 `accel.observe.rank_reports.describe_rank` says.
             processes: Number of processes of the run.
-            share: The part of the samples of all ranks that are different ones.
+            distinct_fraction: The fraction of the samples of all ranks that are distinct.
             every: Steps between two gathers.
         """
         longest = max(sum(rank["seconds"].values()) for rank in ranks)
         # Ranks of one tensor-parallel group read the same samples.
-        samples = round(share * sum(rank["samples"] for rank in ranks))
+        samples = round(distinct_fraction * sum(rank["samples"] for rank in ranks))
         rounded = [{name: round(value, 6) for name, value in rank["seconds"].items()} for rank in ranks]
         return {
             "version": 1,

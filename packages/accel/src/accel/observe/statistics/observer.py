@@ -46,7 +46,7 @@ class Statistics(Observer):
         self._run, self._settings, self._files = run, settings, RunFiles(folder)
         self._reports = RankReports(run.process, "statistics")
         self._data_rank, size = run.engine.loaders.dp_rank_and_size
-        self._share = size / run.process.world_size  # of the samples of all ranks that are different ones
+        self._distinct_fraction = size / run.process.world_size  # of the samples of all ranks
         now = partial(_synchronized_now, run.process.device) if settings.synchronize else time.perf_counter
         self.clock = Clock(now)
         self._note, self._now = self.clock.note, self.clock.now
@@ -144,7 +144,7 @@ class Statistics(Observer):
         ranks = [*(self._reports.receive("summary", ANSWER_S, partial=True) or {}).values()]
         self._receive()
         every = self._settings.every
-        summary = self._files.make_summary(ranks, process.world_size, self._share, every)
+        summary = self._files.make_summary(ranks, process.world_size, self._distinct_fraction, every)
         if not summary["missing"] and not (every and self._steps >= 2 * every):  # too few gathers
             self._add_slow(self._find_slow(ranks), 1, summary["steps"])
         summary["slow"] = list(self._slow.values())
@@ -184,7 +184,8 @@ class Statistics(Observer):
             lasting = [slow for slow in found if slow.rank in self._slow_before]
             self._slow_before = {slow.rank for slow in found}
             self._add_slow(lasting, first, last, warns=True)
-            self._files.add_gather(ranks, last, self._share, RANK_PARTS, [slow.to_dict() for slow in found])
+            stragglers = [slow.to_dict() for slow in found]
+            self._files.add_gather(ranks, last, self._distinct_fraction, RANK_PARTS, stragglers)
 
     def _find_slow(self, ranks: list[dict[str, Any]]) -> list[Straggler]:
         seconds, steps = [rank["seconds"] for rank in ranks], [rank["steps"] for rank in ranks]

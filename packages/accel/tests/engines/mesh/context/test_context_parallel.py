@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
-from accel.engines.mesh.context.ring import balanced_part
+from accel.engines.mesh.context.ring import balanced_positions
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
@@ -52,7 +52,7 @@ def data() -> torch.Tensor:
 
 def buffers() -> None:
     accelerator, model = make()
-    mine = balanced_part(8, accelerator.context_parallel_rank, 2)
+    mine = balanced_positions(8, accelerator.context_parallel_rank, 2)
     tokens = torch.arange(18).reshape(2, 9)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]  # two views of one storage
     expanded = torch.arange(8).expand(2, 8)

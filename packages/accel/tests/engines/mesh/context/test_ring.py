@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel.engines.mesh.context import ring as ring_module
-from accel.engines.mesh.context.ring import Ring, balanced_part, ring_attention
+from accel.engines.mesh.context.ring import Ring, balanced_positions, ring_attention
 
 LENGTH = 16
 
@@ -33,7 +33,7 @@ def whole(dtype: torch.dtype, is_causal: bool, scale: float | None) -> list[torc
 def in_parts(rotation: str, scale: float | None) -> dict[Any, list[torch.Tensor]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     ring = Ring(init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), rotation)
-    positions = balanced_part(LENGTH, rank, size)
+    positions = balanced_positions(LENGTH, rank, size)
     found = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for is_causal in (True, False):
@@ -52,7 +52,7 @@ def test_parts_attend_as_the_whole_does(world, rotation, size, scale):
 
     tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 5e-2}
     for rank, found in enumerate(results):
-        positions = balanced_part(LENGTH, rank, size)
+        positions = balanced_positions(LENGTH, rank, size)
         for (dtype, is_causal), tensors in found.items():
             for tensor, expected in zip(tensors, whole(dtype, is_causal, scale), strict=True):
                 limits = {"rtol": tolerance[dtype], "atol": tolerance[dtype]}
@@ -60,7 +60,7 @@ def test_parts_attend_as_the_whole_does(world, rotation, size, scale):
 
 
 def test_parts_are_balanced_and_cover_the_sequence():
-    parts = [balanced_part(16, rank, 4).tolist() for rank in range(4)]
+    parts = [balanced_positions(16, rank, 4).tolist() for rank in range(4)]
 
     assert parts[0] == [0, 1, 14, 15]
     assert parts[3] == [6, 7, 8, 9]

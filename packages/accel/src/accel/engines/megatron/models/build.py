@@ -37,11 +37,11 @@ _READ_HERE = (
 )
 
 
-def check_other_arguments(given: Mapping[str, Any]) -> None:
+def check_other_arguments(settings: Mapping[str, Any]) -> None:
     """Reject `other_megatron_args` that nothing reads.
 
     Args:
-        given: Settings by Megatron-LM's names.
+        settings: Settings by Megatron-LM's names.
 
     Raises:
         ValueError: If there are any; the message names the nearest known one.
@@ -51,7 +51,7 @@ def check_other_arguments(given: Mapping[str, Any]) -> None:
         core("optimizer").OptimizerConfig,
         core("distributed").DistributedDataParallelConfig,
     )
-    check_names(given, *(fields_of(kind) for kind in kinds), _READ_HERE)
+    check_names(settings, *(fields_of(kind) for kind in kinds), _READ_HERE)
 
 
 def transformer_config(args: Mapping[str, Any]) -> Any:
@@ -77,7 +77,7 @@ def transformer_config(args: Mapping[str, Any]) -> Any:
 
 
 def build(plugin: MegatronLMPlugin) -> list[Any]:
-    """Make this process's parts of a model: one, or several with virtual pipeline stages.
+    """Make this process's chunks of a model: one, or several with virtual pipeline stages.
 
     Args:
         plugin: The plugin, with the model described.
@@ -85,7 +85,7 @@ def build(plugin: MegatronLMPlugin) -> list[Any]:
     args = plugin.megatron_lm_default_args
     state = parallel_state()
     config = transformer_config(args)
-    parts = []
+    model_chunks = []
     stages = config.virtual_pipeline_model_parallel_size
     state.set_virtual_pipeline_model_parallel_world_size(stages)  # the model says how many
     for stage in range(stages or 1):
@@ -93,20 +93,20 @@ def build(plugin: MegatronLMPlugin) -> list[Any]:
         place = {"ignore_virtual": False, "vp_stage": stage if stages else None}
         ends = state.is_pipeline_first_stage(**place), state.is_pipeline_last_stage(**place)
         if plugin.custom_model_provider_function is not None:
-            part: Any = plugin.custom_model_provider_function(*ends)
+            chunk: Any = plugin.custom_model_provider_function(*ends)
         else:
-            part = _PROVIDERS[args["model_type_name"]](args, config, *ends, place["vp_stage"])
-        parts.append(part)
+            chunk = _PROVIDERS[args["model_type_name"]](args, config, *ends, place["vp_stage"])
+        model_chunks.append(chunk)
     if plugin.custom_prepare_model_function is not None:
-        parts = plugin.custom_prepare_model_function(parts)
-    return parts
+        model_chunks = plugin.custom_prepare_model_function(model_chunks)
+    return model_chunks
 
 
-def wrap(parts: list[Any], args: Mapping[str, Any], device: torch.device) -> list[Any]:
-    """Place parts of a model, and wrap them in megatron-core's mixed precision and data parallelism.
+def wrap(model_chunks: list[Any], args: Mapping[str, Any], device: torch.device) -> list[Any]:
+    """Place the chunks of a model, and wrap them in megatron-core's mixed precision and data parallelism.
 
     Args:
-        parts: The parts.
+        model_chunks: The chunks.
         args: Settings by Megatron-LM's names.
         device: Where to.
     """
@@ -117,16 +117,16 @@ def wrap(parts: list[Any], args: Mapping[str, Any], device: torch.device) -> lis
     if ddp_config.use_megatron_fsdp:
         container = core("distributed.fsdp.mcore_fsdp_adapter").FullyShardedDataParallel
     wrapped = []
-    for index, part in enumerate(parts):
-        part = part.to(device)
+    for index, chunk in enumerate(model_chunks):
+        chunk = chunk.to(device)
         if args.get("fp16") or args.get("bf16"):
-            part = core("transformer.module").Float16Module(part.config, part)
+            chunk = core("transformer.module").Float16Module(chunk.config, chunk)
         # megatron-core's own DDP; buckets of later virtual stages are not overlapped, as in Megatron-LM.
-        part = container(part.config, ddp_config, part, disable_bucketing=index > 0)
+        chunk = container(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         if not ddp_config.use_megatron_fsdp:
             # Data-parallel replicas start from the first one's weights.
-            part.broadcast_params()
-        wrapped.append(part)
+            chunk.broadcast_params()
+        wrapped.append(chunk)
     return wrapped
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from accel.engines.mesh.context.ring import Ring, balanced_part, ring_attention
+from accel.engines.mesh.context.ring import Ring, balanced_positions, ring_attention
 from accel.engines.mesh.context.sequence_shard import SequenceShard
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ContextParallel:
         # A previous step without a backward pass does not matter any more.
         self._left = None
         self.current_shard = shard = SequenceShard(
-            balanced_part(length, rank, size, device), length, buffers_by_id, size
+            balanced_positions(length, rank, size, device), length, buffers_by_id, size
         )
         # Replaced in torch's module, where models look it up by name; `check_used` detects models that have
         # imported it under another name.

@@ -47,7 +47,7 @@ class Ring:
     may_go_backward: Callable[[], None] | None = None
 
 
-def balanced_part(length: int, rank: int, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def balanced_positions(length: int, rank: int, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """The positions of a sequence that one process has.
 
     Args:

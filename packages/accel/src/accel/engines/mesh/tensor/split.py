@@ -15,7 +15,7 @@ from accel.engines.mesh.context.language_models import text_config
 from accel.engines.mesh.tensor.replicated_weights import SummedGradients
 from accel.engines.mesh.torch_compat import parallelize_module
 from accel.engines.sharded.groups import aliases
-from accel.engines.sharded.initial_weights import Names, WeightSource, fill_group, put_parameter
+from accel.engines.sharded.initial_weights import Names, WeightSource, materialize_group, put_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -214,7 +214,7 @@ def split_weights(
         # Removed from the plan: each module is split once, with its innermost group.
         name, style = pending.pop(module)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
-        fill_group(model, module, done, names, source)
+        materialize_group(model, module, done, names, source)
         parallelize_module(module, mesh, style)
         for tied in shared:
             # `parallelize_module` creates new parameters, which unties those of other modules.
