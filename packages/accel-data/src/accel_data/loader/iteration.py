@@ -80,8 +80,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
         Args:
             uneven: Called when an iteration begins in which some processes get, or may get, fewer batches
-            than
-                others: with the number of batches of each process, or None if unknown.
+                than others: with the number of batches of each process, or None if unknown.
             missing: Called in a step in which a process is known to have no batch, on the first process that
                 detects it.
         """

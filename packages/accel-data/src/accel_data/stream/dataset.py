@@ -158,8 +158,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
         Args:
             start: Number of samples of the stream to skip. Workers that split the dataset cannot know how
-            many of
-                these are theirs: they also yield the batches before it, without samples if certain.
+                many of these are theirs: they also yield the batches before it, without samples if certain.
             resume_from: Position to start at instead.
             counts_rows: Whether an item is a batch, whose rows are counted as samples.
             yields_first_sample: Whether to first yield an empty block with a `FirstSample`.

@@ -94,8 +94,7 @@ class Source:
         Args:
             shard: Where to start; None for the start of the epoch.
             worker: (index, number) of the worker that the dataset should see instead of this one; a number of
-            0
-                for none.
+                0 for none.
         """
         # The state of a dataset at its end may equal that of its start.
         if shard is not None and shard.ended:
