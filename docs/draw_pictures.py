@@ -1,4 +1,4 @@
-"""Puts pictures into the pages: the window, a commit, engines, and cost beside the peers.
+"""Puts pictures into the pages: the window, a commit, engines, and the cost of accel and its peers.
 
 mkdocs runs this as a hook. The runs are made while the site is built, the memory is computed by accel, and
 the cost is read from the table of the last whole benchmark. Every SVG that a page shows by

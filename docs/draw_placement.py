@@ -24,7 +24,7 @@ __all__ = ["Bar", "Cell", "bars", "draw", "on_files"]
 WIDTH, LEFT, TOP, BAR, LINE = 860, 84, 12, 40, 78  # pixels
 KEPT = "kept free: on the device an offloaded layer runs, and on the CPU one of the disk is read"
 COLORS = {0: "#9ecae9", 1: "#ffbf79", "cpu": "#a1d99b", "disk": "#d4a6c8"}
-# The picture has a ground of its own, as the page around it may be light where the reader's system is dark.
+# The picture has its own background, as the page around it may be light where the reader's system is dark.
 STYLE = """
 .ground{fill:#fff;stroke:#ccc} .say{fill:#222} .room{fill:none;stroke:#777} .kept{fill:url(#kept);stroke:#777}
 .line{stroke:#777} .in{fill:#111}

@@ -28,7 +28,7 @@ COLORS = {
     "checkpoint": "#9259b8",
     "other": "#a9b1bd",
 }
-# The picture has a ground of its own, as the page around it may be light where the reader's system is dark.
+# The picture has its own background, as the page around it may be light where the reader's system is dark.
 STYLE = """
 .ground{fill:#fff;stroke:#ccc} text{fill:#222} .axes line{stroke:#e2e6ec} .axes text{fill:#667}
 polyline{fill:none;stroke:#2f6bd0;stroke-width:1.7}

@@ -97,7 +97,7 @@ def digits() -> tuple[Subset, Subset]:
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # 0..16 -> 0..1
     dataset = TensorDataset(images, torch.tensor(data.target))
-    # A generator of its own: the split must not move with --seed.
+    # Its own generator: the split must not move with --seed.
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
     return Subset(dataset, order[TEST_SIZE:]), Subset(dataset, order[:TEST_SIZE])
 

@@ -52,7 +52,7 @@ def stdlib_files() -> list[Path]:
 def write_cache(files: list[Path], cache_dir: Path, split: str) -> Path:
     """Concatenate files into one file of cache_dir, unless that was done before, and return its path.
 
-    The name holds a digest of the files' names and sizes: another Python gets a cache of its own. The
+    The name holds a digest of the files' names and sizes: another Python gets its own cache. The
     rename is atomic, so that no process ever maps a file that is half written.
     """
     listing = "".join(f"{path}:{path.stat().st_size}\n" for path in files)

@@ -305,7 +305,7 @@ HIGH = {"data_types": {"grad_accum_dtype": "fp32"}}
         *((stage, {}, "no", False) for stage in range(4)),
         *((stage, {}, "no", True) for stage in (0, 1, 3)),
         (2, {"zero": OFFLOADED}, "no", False),
-        (1, HIGH, "bf16", False),  # DeepSpeed has an optimizer of its own for it
+        (1, HIGH, "bf16", False),  # DeepSpeed has its own optimizer for it
         (2, HIGH, "bf16", False),
     ],
 )

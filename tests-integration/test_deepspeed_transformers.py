@@ -131,7 +131,7 @@ def token_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def plain_mean(count: int) -> list[float]:
-    """Steps on two batches of 2, each of which is a mean of its own, as processes have them."""
+    """Steps on two batches of 2, each with its own mean, as processes have them."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, batches = [], iter(DataLoader(Tokens(), batch_size=2))

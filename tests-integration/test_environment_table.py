@@ -165,7 +165,7 @@ def sagemaker_environment() -> Any:
 
 
 def left_out_of_a_run_of_its_own() -> Any:
-    """A launcher inside a worker of another run keeps these from a run of its own."""
+    """A launcher inside a worker of another run keeps these from the run that it starts."""
     return {name for name in env.snapshot() if name not in without_worker_variables(env.snapshot())}
 
 

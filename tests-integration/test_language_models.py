@@ -29,7 +29,7 @@ SMALL = {
 
 
 def make(kind: str, **options: Any) -> torch.nn.Module:
-    """A small model: Llama, or Qwen3, whose heads have norms of their own and whose embedding is tied."""
+    """A small model: Llama, or Qwen3, whose heads have their own norms and whose embedding is tied."""
     with warnings.catch_warnings():  # of the libraries that it imports, about themselves
         warnings.simplefilter("ignore")
         import transformers

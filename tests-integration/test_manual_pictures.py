@@ -62,7 +62,7 @@ def _print_into(pipe, path: str) -> None:
 
 
 def run_in_a_fork(path: str) -> str:
-    """Run a program in a process of its own, as it leaves a hook of Python's behind."""
+    """Run a program in its own process, as it leaves a hook of Python's behind."""
     context = multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
     process = context.Process(target=_print_into, args=(writing, path))

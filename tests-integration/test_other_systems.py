@@ -1,7 +1,7 @@
 """macOS and Windows, as far as Linux can show them: without what they lack, accel is imported and used.
 
 What the other system does not have of Python's modules, and of the names in `os`, `signal` and the like, is
-removed in a process of its own, after torch was imported. Other builds of torch are not seen so.
+removed in its own process, after torch was imported. Other builds of torch are not seen so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws cost beside the peers, from the table of the last whole benchmark."""
+"""Draws the cost of accel and its peers, from the table of the last whole benchmark."""
 
 from __future__ import annotations
 
@@ -78,4 +78,4 @@ def draw(found: list[Row]) -> str:
     parts.append(
         text(_x(1.0), top + 13, "plain PyTorch = 1; to the left is faster", "start", 'font-size="11"')
     )
-    return picture("Cost beside the peers", top + 20, parts)
+    return picture("Cost compared with the peers", top + 20, parts)

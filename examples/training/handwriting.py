@@ -25,7 +25,7 @@ def loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16  # (1797, 64), from 0 to 1
     labels = torch.tensor(digits.target)
-    # A generator of its own: the split must not move with the seed of a run.
+    # Its own generator: the split must not move with the seed of a run.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:1408], order[1408:]
     train_data = DataLoader(TensorDataset(images[train], labels[train]), batch_size, True, drop_last=True)

@@ -68,7 +68,7 @@ def test_collectives_give_the_same_on_every_backend(world, device: str, size: in
 
 
 class Net(torch.nn.Module):
-    """Two blocks, so that FSDP has groups of its own for them."""
+    """Two blocks, so that FSDP has its own groups for them."""
 
     _no_split_modules = ("Block",)
 

@@ -26,7 +26,7 @@ class Case:
         options: Makes the arguments of Accelerator, in the worker.
         engine: What `accelerator.engine.name` has to be.
         replicas: Processes that work on the same samples together.
-        separable: Whether the model and its optimizer may be prepared in calls of their own.
+        separable: Whether the model and its optimizer may be prepared in separate calls.
     """
 
     size: int

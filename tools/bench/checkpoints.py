@@ -167,7 +167,7 @@ def measure_load(rank: int, size: int, layers: int, rounds: int, cold: bool) -> 
 
         def measure(contestant: _Load) -> float:
             if cold:
-                # Each reads files that were just written: a disk may have a cache of its own, from which one
+                # Each reads files that were just written: a disk may have its own cache, from which one
                 # old file comes several times as fast as another.
                 shutil.rmtree(contestant.folder)
                 saves[contestant.folder]()

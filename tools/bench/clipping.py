@@ -1,4 +1,4 @@
-"""Clipping gradients that lie on several meshes, beside torch's functions on plain tensors of the same bytes.
+"""Clipping gradients that lie on several meshes, compared with torch's functions on plain tensors of the same bytes.
 
 On 2 processes: gradients that FSDP2 and tensor parallelism split, ones that FSDP2 alone splits, ones that
 tensor parallelism alone splits, and plain ones. The plain tensors of the baseline are as large as this
@@ -30,7 +30,7 @@ MAX_NORM = 1e9  # gradients stay as they are, and are multiplied all the same
 
 
 def clip_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the norm over mixed meshes, and clipping by it, beside torch's on plain tensors."""
+    """Measure the norm over mixed meshes, and clipping by it, compared with torch's on plain tensors."""
     rows = []
     for name, by_hand in (("norm", "get_total_norm"), ("clipping", "clip_grad_norm_")):
         samples: Samples = run_workers(

@@ -1,4 +1,4 @@
-"""The step of a small transformer whose blocks are compiled one by one, beside the same by hand."""
+"""The step of a small transformer whose blocks are compiled one by one, compared with the same by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step of a small transformer under DDP, FSDP2 and tensor parallelism, beside the same by hand.
+"""The step of a small transformer under DDP, FSDP2 and tensor parallelism, compared with the same by hand.
 
 By hand means torch's own calls: `DistributedDataParallel`, `fully_shard` for each block and then for the
 model, `parallelize_module` with the same plan. A step is forward, backward, optimizer step and zero_grad;
@@ -74,7 +74,7 @@ def engine_row(engine: str, size: int, *, quick: bool = False, device: str = "cp
 
 
 def engine_memory_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the peak of memory of one of 2 processes over a few steps, beside the same by hand."""
+    """Measure the peak of memory of one of 2 processes over a few steps, compared with the same by hand."""
     width, runs = (WIDTH, 2) if quick else (MEMORY_WIDTH, 3)
     rows = []
     for engine, by_hand in BY_HAND.items():

@@ -1,4 +1,4 @@
-"""The forward pass of an evaluation under FSDP2, beside `fully_shard` by hand.
+"""The forward pass of an evaluation under FSDP2, compared with `fully_shard` by hand.
 
 torch leaves the outermost weights gathered. accel frees them after a forward pass without gradients, and
 gathers them again in the next one: the price of a model that shows its shards between passes (decision 0010).

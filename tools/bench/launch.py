@@ -29,7 +29,7 @@ os._exit(0)  # at once: what an interpreter clears away is no part of the launch
 
 
 def launch_one_row(*, quick: bool = False) -> Row:
-    """Measure what the launcher adds to one process, beside running the script with python."""
+    """Measure what the launcher adds to one process, compared with running the script with python."""
     with tempfile.TemporaryDirectory() as folder:
         script = _script(folder, IMPORT)
         measures = {
@@ -51,7 +51,7 @@ def launch_one_row(*, quick: bool = False) -> Row:
 
 
 def launch_many_row(*, quick: bool = False) -> Row:
-    """Measure a launch of two processes beside torchrun's."""
+    """Measure a launch of two processes, compared with torchrun's."""
     with tempfile.TemporaryDirectory() as folder:
         script = _script(folder, IMPORT)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

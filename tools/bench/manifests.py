@@ -36,7 +36,7 @@ LIMIT_S, LIMIT_MB = 2.0, 100.0
 
 
 def manifest_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the CPU time and the memory of sealing, in processes of their own."""
+    """Measure the CPU time and the memory of sealing, in separate processes."""
     ranks = QUICK_RANKS if quick else RANKS
     layers = QUICK_LAYERS if quick else LAYERS
     manifest = f"manifest of a checkpoint of {ranks:,} processes, 3 files each, on the main process"

@@ -1,4 +1,4 @@
-"""Preparing a model of 70 billion parameters on a mesh of many processes, beside torch's own calls.
+"""Preparing a model of 70 billion parameters on a mesh of many processes, compared with torch's own calls.
 
 One process runs, with torch's `fake` process group: its collectives return at once and move no data, and
 everything else is the real code. The model begins on the meta device, and this process gets its weights from

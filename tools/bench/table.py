@@ -102,7 +102,7 @@ def beside_accelerate(table: Sequence[Cells]) -> str:
         group = "less time" if times > _ALIKE else "more time" if times < 1 / _ALIKE else "about as much time"
         groups[group].append(words)
     parts = [f"{group} for {_listed(words)}" for group, words in groups.items() if words]
-    return f"Measured beside accelerate, accel takes {'; '.join(parts)}"
+    return f"Measured against accelerate, accel takes {'; '.join(parts)}"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -171,7 +171,7 @@ def test_what_takes_less_time_than_accelerate_is_said_in_words():
         row("`load_state` from the disk", 0.5),
     ]
     assert beside_accelerate(cells(rows)) == (
-        "Measured beside accelerate, accel takes less time for a training step and dispatched batches; "
+        "Measured against accelerate, accel takes less time for a training step and dispatched batches; "
         "about as much time for `save_state`; more time for `load_state` from the disk"
     )
 

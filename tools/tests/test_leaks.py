@@ -74,7 +74,7 @@ def test_zz_end():
 
 @pytest.fixture
 def inner(pytester, monkeypatch):
-    """Run a test file under the plugin in a process of its own."""
+    """Run a test file under the plugin in its own process."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("TAKEN", "here")
 

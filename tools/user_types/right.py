@@ -11,7 +11,7 @@ from accel.utils import DynamoBackend, LoggerType, PrecisionType
 
 
 class Net(torch.nn.Module):
-    """A model with a method of its own."""
+    """A model with its own method."""
 
     def embed(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return features of shape (rows, 8)."""

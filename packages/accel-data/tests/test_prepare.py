@@ -83,7 +83,7 @@ class GlobalShuffle:
 
 
 class LengthBuckets(BatchSampler):
-    """A batch sampler of another class with a generator of its own."""
+    """A batch sampler of another class with its own generator."""
 
     def __init__(self, length, batch_size, drop_last):
         super().__init__(range(length), batch_size, drop_last)
@@ -267,7 +267,7 @@ def test_workers_change_nothing(stream, processes, persistent):
 
 
 class Divided(Stream):
-    """A stream that divides itself over the workers, each of which ends with padding of its own."""
+    """A stream that divides itself over the workers, each of which ends with its own padding."""
 
     def __iter__(self):
         info = get_worker_info()

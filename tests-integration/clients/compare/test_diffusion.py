@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-# Beside the files of accelerate's checkpoints: docs/checkpoints.md.
+# In addition to the files of accelerate's checkpoints: docs/checkpoints.md.
 OURS = ["*/accel_manifest.json", "*/dl_state_dict*.bin"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1200)  # both sides are run within the first test of each
 
-# Beside the files of accelerate's checkpoints: docs/checkpoints.md.
+# In addition to the files of accelerate's checkpoints: docs/checkpoints.md.
 OURS = ["*/accel_manifest.json", "*/dl_state_dict*.bin"]
 
 

@@ -1,4 +1,4 @@
-"""trl on two processes, and a loop in its style with rewards of its own, on accel and on accelerate."""
+"""trl on two processes, and a loop in its style with its own rewards, on accel and on accelerate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel_world.compared import Compared
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# Beside the files of accelerate's checkpoints: docs/checkpoints.md.
+# In addition to the files of accelerate's checkpoints: docs/checkpoints.md.
 OURS = ["*/accel_manifest.json", "*/dl_state_dict*.bin"]
 
 

@@ -1,4 +1,4 @@
-"""Files of models with frozen weights, where these have a file of their own."""
+"""Files of models with frozen weights, where these have their own file."""
 
 from __future__ import annotations
 

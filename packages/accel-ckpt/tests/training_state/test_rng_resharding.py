@@ -12,7 +12,7 @@ from accel_state.process.state import current_process
 
 
 def state(seed: int, shared: int) -> dict[str, Any]:
-    """What a rank saves: two generators of its own, and torch's, which is in step on all."""
+    """What a rank saves: two generators that only it has, and torch's, which is in step on all."""
     return {
         "random_state": random.Random(seed).getstate(),
         "numpy_random_seed": np.random.RandomState(seed).get_state(),

@@ -56,7 +56,7 @@ class Shuffled(Sampler[int]):
 
 
 class StatefulLoader:
-    """A loader with a state of its own, as prepared loaders are."""
+    """A loader with its own state, as prepared loaders are."""
 
     def __init__(self, sampler: Shuffled) -> None:
         self.sampler = sampler

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Mine(DistributedSampler):
-    """A subclass with an order of its own."""
+    """A subclass with its own order."""
 
     def __iter__(self):
         return iter(list(super().__iter__())[::-1])

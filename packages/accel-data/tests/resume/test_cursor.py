@@ -45,7 +45,7 @@ KINDS = {
 
 
 def loaders(dataset, processes, batch_size=2, workers=0, kind="sequential", split=False, even=True, **kwargs):
-    """Make the loaders of all processes, each with generators of its own."""
+    """Make the loaders of all processes, each with its own generators."""
     return [
         prepare_data_loader(
             DataLoader(dataset, batch_size, num_workers=workers, **KINDS[kind](dataset), **kwargs),

@@ -53,7 +53,7 @@ class Stateful(Plain):
 
 
 class Divided(Plain):
-    """A stream that gives each worker samples of its own, the first one more than the others."""
+    """A stream that gives each worker its own samples, the first one more than the others."""
 
     def mine(self):
         info = get_worker_info()

@@ -69,7 +69,7 @@ DIFFERENCES = {
     "parameter": (
         "parameter Net.last.weight (float32 (1, 3), requires grad) is the first to differ.",
         "up to 0.25 away from process 0",
-        "each process trains its own weights",
+        "each process trains different weights",
     ),
     "buffer": (
         "buffer Net.mean (float32 (3,)) is the first to differ.",

@@ -322,7 +322,7 @@ def test_dicts_are_merged_at_every_level_and_the_source_counts() -> None:
         "new": {"a": None},
     }
     assert source == before
-    destination["new"]["a"] = 1  # a dict of its own
+    destination["new"]["a"] = 1  # its own dict
     assert source["new"] == {"a": None}
     assert merge_dicts({"optimizer": 3}, destination)["optimizer"] == 3
     assert merge_dicts({}, {}) == {}

@@ -209,7 +209,7 @@ def _drops_its_group_in_a_cycle(held_at_the_end: bool) -> list[Any]:
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
 @pytest.mark.parametrize("held_at_the_end", [False, True])
 def test_a_forked_worker_leaves_a_group_that_is_garbage_alone(world: World, held_at_the_end: bool) -> None:
-    """Otherwise the worker waits for ever for the threads of gloo, which it does not have."""
+    """Otherwise the worker waits forever for the threads of gloo, which it does not have."""
     assert world.run(_drops_its_group_in_a_cycle, held_at_the_end, init=False) == [[0], [0]]
 
 

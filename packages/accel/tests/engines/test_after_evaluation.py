@@ -53,7 +53,7 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Blocks, which may be shards of their own, and a head, which lies in the root's group."""
+    """Blocks, which may be sharded separately, and a head, which lies in the root's group."""
 
     def __init__(self) -> None:
         super().__init__()

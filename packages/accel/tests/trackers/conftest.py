@@ -1,4 +1,4 @@
-"""Runs with the real library of a tracker, each in a process and a folder of its own, without network."""
+"""Runs with the real library of a tracker, each in its own process and folder, without network."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ SAMPLINGS = {
     "a sampler that draws from the global generator": lambda: {
         "sampler": WeightedRandomSampler([1.0] * 24, 24)
     },
-    "a generator of its own": lambda: {"sampler": RandomSampler(range(24), generator=torch.Generator())},
+    "its own generator": lambda: {"sampler": RandomSampler(range(24), generator=torch.Generator())},
 }
 
 

@@ -72,7 +72,7 @@ def test_mean_losses_train_alike_with_every_remainder_that_can_be_divided(world,
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_weighted_losses_train_alike_with_every_remainder(world, processes, even):
-    # Without padding every process needs a sample of its own.
+    # Without padding every process needs its own sample.
     remainders = [left for left in REMAINDERS if even or left == 0 or left >= processes]
     expected = [parameters for _, parameters in train_with_each(remainders, True, False)]
     for results in world.run(train_with_each, remainders, even, True, size=processes):

@@ -17,7 +17,7 @@ def main(folder: Path) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, project_dir=folder)
     set_seed(3)
     data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
-    # Without a generator accel shuffles by a seed of its own, see docs/data.md.
+    # Without a generator accel shuffles by its own seed, see docs/data.md.
     generator = torch.Generator().manual_seed(5)
     loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True, generator=generator)
     model = torch.nn.Linear(4, 1)

@@ -75,7 +75,7 @@ def weights_of(model: torch.nn.Module) -> float:
 
 
 def run_parts(parts: list[Callable[[Path], dict[str, Any]]]) -> None:
-    """Run each part in a folder of its own, in the one that the command line names; write results.json."""
+    """Run each part in its own folder, in the one that the command line names; write results.json."""
     out = Path(sys.argv[1])
     chosen = sys.argv[2:] or [part.__name__ for part in parts]
     results: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Its arguments are those of `DataLoaderShard`.
 
     Attributes:
-        uneven_monitor: Tracks which ranks have run out of batches, where each rank reads data of its own and
+        uneven_monitor: Tracks which ranks have run out of batches, where each rank reads its own data and
             does not know how many batches the other ranks have; None for other loaders.
     """
 

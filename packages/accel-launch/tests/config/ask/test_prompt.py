@@ -177,7 +177,7 @@ def test_a_job_on_sagemaker_is_asked_in_a_terminal(keyboard: Callable[..., Keybo
     terminal.press("trainer", ENTER)
     for question in ("Type of the instances?", "How many instances?", "How do they work together?"):
         terminal.answer(question, ENTER)
-    terminal.answer("Image of your own", "mine:1", ENTER)
+    terminal.answer("Your own image", "mine:1", ENTER)
     for question in (
         "Version of Python",
         "Beginning of",

@@ -32,7 +32,7 @@ _RNG_HINT = (
     "device_specific=True)."
 )
 _HINT = (
-    "From here on each process trains its own weights. Something changed it on some processes only: under "
+    "From here on each process trains different weights. Something changed it on some processes only: under "
     "an `if` of the rank, by other random numbers, or by a gradient that was not averaged."
 )
 _BUFFER_HINT = (

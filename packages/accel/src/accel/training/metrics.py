@@ -209,14 +209,14 @@ def _fill(loader: Any | None, size: int) -> StepRows | None:
 
 
 def _meet(loader: Any, uneven_monitor: UnevenLoaderMonitor, process: ProcessInfo) -> None:
-    """Make sure that all processes have this step, where each reads a part of its own.
+    """Make sure that all processes have this step, where each reads its own shard.
 
     Debug mode compares what processes call, and waits for those that come late by itself.
     """
     missing = uneven_monitor.exhausted_rank() if process.debug else uneven_monitor.wait_for_all()
     if missing is not None:
         raise RuntimeError(
-            f"gather_for_metrics would wait for ever: process {missing.rank} has only {missing.batches} "
+            f"gather_for_metrics would wait forever: process {missing.rank} has only {missing.batches} "
             f"batches of the {type(loader).__name__} over {_dataset_name(loader)}, and process "
             f"{missing.current_rank} is in step {missing.step}, as {missing.reason}. To mend it, "
             f"{missing.fix}, or gather after the loop."
@@ -232,7 +232,7 @@ def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
     there = sum(map(bool, rows))
     missing = str(there) if there == len(rows) - 1 else f"{there} to {len(rows) - 1}"
     return (
-        f"gather_for_metrics would wait for ever: in this last step of the {type(loader).__name__} over "
+        f"gather_for_metrics would wait forever: in this last step of the {type(loader).__name__} over "
         f"{_dataset_name(loader)} (batch_size={loader.batch_size}, even_batches=False), only {there} of "
         f"{len(rows)} data-parallel processes have a batch, and number {missing} has left the loop. Use "
         "even_batches=True (the default; what only fills up the step is dropped here), "

@@ -74,7 +74,7 @@ def test_a_folder_that_a_model_reads_is_not_written_by_another(way: str, tmp_pat
 def test_a_model_that_cannot_be_offloaded_is_as_before(tmp_path: Path) -> None:
     first, second = disk_offload(make(0), tmp_path), make(1)
     for offload in (WAYS["disk_offload"], WAYS["dispatch_model"]):
-        with pytest.raises(ValueError, match="Give each model a folder of its own"):
+        with pytest.raises(ValueError, match="Give each model its own folder"):
             offload(second, tmp_path)
 
     assert torch.equal(second(X), make(1)(X))

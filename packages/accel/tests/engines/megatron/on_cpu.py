@@ -49,7 +49,7 @@ def cuda_calls_answered_by_the_cpu() -> Iterator[None]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "empty_cache", lambda: None),
-        # A save hands its result over in a process of its own, which would outlive the test.
+        # A save hands its result over in its own process, which would outlive the test.
         (filesystem_async, "_results_queue", queue.Queue()),
         (random, "_get_cuda_rng_state", get_state),
         (random, "_set_cuda_rng_state", set_state),

@@ -77,7 +77,7 @@ def prepare(accelerator: Accelerator, total_num_steps: int, micro: int = MICRO) 
     # Schedules count the steps that one process would need.
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps * shards, warmup_num_steps=2 * shards)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    # Processes with data of their own have fewer samples of each step.
+    # Processes with their own data have fewer samples of each step.
     loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=micro // shards)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, scheduler, loader)
     return prepared

@@ -281,7 +281,7 @@ def test_ignored_modules_stay_whole(world):
 
 
 def optimizer_with_state() -> list[Any]:
-    """Prepared first, alone, with a state and groups of its own."""
+    """Prepared first, alone, with its own state and groups."""
     accelerator = make_accelerator()
     model = Net()
     first = list(model.layers.parameters())

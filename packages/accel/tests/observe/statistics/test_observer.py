@@ -527,7 +527,7 @@ def waiting_run(folder, model, late_s):
 @pytest.mark.parametrize(
     "model",
     [torch.nn.Linear(4, 1), Branches(is_checkpointed=False), Branches(is_checkpointed=True)],
-    ids=["one layer", "not always reached", "reached in a pass of its own"],
+    ids=["one layer", "not always reached", "reached in its own pass"],
 )
 @pytest.mark.core
 def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, FullyShardedDataParallelPlugin
 from accel.utils import DataLoaderConfiguration, set_seed
 
-warnings.simplefilter("ignore")  # some faults are told by warnings of their own
+warnings.simplefilter("ignore")  # some faults have their own warnings
 kind = sys.argv[1]
 accelerator = Accelerator(
     cpu=True,

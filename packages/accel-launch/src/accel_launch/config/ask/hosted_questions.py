@@ -63,7 +63,7 @@ def sagemaker_questions() -> list[Question]:
             ),
             lambda answers: "NO",
         ),
-        _text("image_uri", "Image of your own (empty: one of SageMaker's)?"),
+        _text("image_uri", "Your own image (empty: one of SageMaker's)?"),
         _text("py_version", "Version of Python in it?", "py310", what="The version"),
         _version("pytorch"),
         _version("transformers"),

@@ -29,13 +29,13 @@ def find_causes(runs: RecordedRuns, kind: str, step: int) -> Iterator[str]:
     if kind in ("loss", "gradients", "parameters") and unprepared["model"]:
         yield (
             f"{' and '.join(unprepared['model'])} is not prepared: nobody averages its gradients, so "
-            "that each process trains weights of its own. Pass it to accelerator.prepare(), and use what "
+            "that each process trains different weights. Pass it to accelerator.prepare(), and use what "
             "comes back."
         )
     elif kind in ("loss", "gradients", "parameters") and unprepared["optimizer"]:
         yield (
             f"{' and '.join(unprepared['optimizer'])} is not prepared: it steps in the middle of an "
-            "accumulation window too, where each process has gradients of its own. Pass it to "
+            "accumulation window too, where each process has different gradients. Pass it to "
             "accelerator.prepare(), and use what comes back."
         )
     elif kind in ("loss", "gradients"):

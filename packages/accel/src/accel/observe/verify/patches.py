@@ -1,4 +1,4 @@
-"""What the recorder of `accel verify` replaces by name, in a process of its own and until its end."""
+"""What the recorder of `accel verify` replaces by name, in its own process and until its end."""
 
 from __future__ import annotations
 
