@@ -124,7 +124,7 @@ def pages() -> dict[str, str]:
     for module in _modules().values():
         is_folder = module.path.name == "__init__.py"
         folder = module.name if is_folder else module.name.rpartition(".")[0]
-        if folder in _modules():  # else scripts, which nobody imports
+        if folder in _modules():  # else scripts, which are not imported
             folders.setdefault(folder, []).append(module.name)
     found = {}
     for folder, modules in folders.items():

@@ -287,7 +287,7 @@ def test_combinations_train_as_one_process_does(world, case, precision):
 
 
 def resume(case: str, folder: str, before: int = 8, after: int = FEW_STEPS) -> tuple[Run, Run]:
-    """Train, saving on the way; then start anew and continue from there."""
+    """Train, saving on the way; then start again and continue from there."""
     session = make_session(case)
     whole = Run([], [], [], {})
     batches = iter(session.loader)

@@ -281,7 +281,7 @@ def test_each_process_opens_a_file_of_its_own(world, seed, kwargs):
     everything = sorted(row["i"] for row in files(2))
 
     assert [kind for kind, _, _ in results] == ["DataLoaderShard"] * 2
-    if seed is None:  # in each epoch the files of a shuffled stream are dealt out anew
+    if seed is None:  # in each epoch the files of a shuffled stream are dealt out again
         assert [names for _, names, _ in results] == [["file 0"], ["file 1"]]
     for epoch in range(2):
         assert sorted(i for _, _, rows in results for i in rows[epoch]) == everything

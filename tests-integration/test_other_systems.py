@@ -1,7 +1,7 @@
 """macOS and Windows, as far as Linux can show them: without what they lack, accel is imported and used.
 
-What the other system does not have of Python's modules, and of the names in `os`, `signal` and the like, is
-removed in its own process, after torch was imported. Other builds of torch are not seen so.
+What the other system does not have of Python's modules, and of the names in `os`, `signal` and others, is
+removed in its own process, after torch was imported. Other builds of torch are not covered.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def block(names) -> None:
 
 
 def pretend(system: str) -> None:
-    """Be another system from now on; our packages are imported anew."""
+    """Be another system from now on; our packages are imported again."""
     block(frozenset(OPTIONAL.split()))
     for name in MODULES:  # all of torch and Python that they import: it is built for the system where it is
         import_module(name)

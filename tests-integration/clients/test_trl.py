@@ -67,7 +67,7 @@ def losses(trainer: Any) -> list[float]:
 
 def test_supervised_finetuning_takes_the_steps_of_a_plain_loop(tmp_path: Path):
     tokenizer, plain = make_tokenizer(), make()
-    rows = Dataset.from_dict({"text": [TEXT] * 8})  # all alike: the order does not matter
+    rows = Dataset.from_dict({"text": [TEXT] * 8})  # all equal: the order does not matter
     trainer = SFTTrainer(
         make(), SFTConfig(tmp_path, **OPTIONS), train_dataset=rows, processing_class=tokenizer
     )

@@ -1,1 +1,1 @@
-"""The cost of accel, compared with plain PyTorch and its peers, measured side by side: `python -m tools.bench`."""
+"""The cost of accel, plain PyTorch and its peers, measured side by side: `python -m tools.bench`."""

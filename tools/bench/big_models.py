@@ -224,7 +224,7 @@ def measure_load_peak(rank: int, size: int, modules: int) -> dict[str, float]:
         with torch.device("meta"):
             model = _layers(modules, WIDTH)
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted again
         load_checkpoint_and_dispatch(model, file, device_map=places)
         with torch.no_grad():
             model(torch.ones(1, WIDTH))

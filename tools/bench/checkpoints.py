@@ -194,7 +194,7 @@ def measure_load_peak(rank: int, size: int, layers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as base:
         folder = Path(accelerator.save_state(f"{base}/accel"))
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted again
         accelerator.load_state(str(folder))
         largest = max(path.stat().st_size for path in folder.iterdir())
         return {"peak": _resident("VmHWM") - before, "largest": float(largest)}

@@ -1,4 +1,4 @@
-"""Clipping gradients that lie on several meshes, compared with torch's functions on plain tensors of the same bytes.
+"""Clipping gradients that lie on several meshes, compared with torch on plain tensors of the same bytes.
 
 On 2 processes: gradients that FSDP2 and tensor parallelism split, ones that FSDP2 alone splits, ones that
 tensor parallelism alone splits, and plain ones. The plain tensors of the baseline are as large as this

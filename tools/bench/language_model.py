@@ -1,4 +1,4 @@
-"""Tokens per second of the example `language_model.py` at 25 million parameters, compared with the same by hand.
+"""Tokens per second of the example `language_model.py` at 25 million parameters, and of the same by hand.
 
 A turn is what a script does between two checkpoints: a save is started, optimizer steps follow (bf16
 autocast, accumulation, clipping, a schedule), then an evaluation, and the turn ends when the save is

@@ -23,7 +23,7 @@ WARMUP = 3  # steps of a turn that are not timed
 class PreparedLoop:
     """The prepared objects of a loop.
 
-    Two models, even two alike, differ in time by 2 % and more, as their memory lies elsewhere: what is
+    Two models, even two equal ones, differ in time by 2 % and more, as their memory lies elsewhere: what is
     compared has to run on the same one.
     """
 

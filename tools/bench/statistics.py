@@ -14,7 +14,7 @@ __all__ = ["measure_statistics", "statistics_rows"]
 
 LIMIT = 1.01
 ON, GATHERING = "accel", "accel, one gather in each turn"
-STEPS = 10  # of a turn: the shorter it is, the more alike are its neighbours
+STEPS = 10  # of a turn: the shorter it is, the more similar are its neighbours
 WHAT = {
     1: "statistics on, step of 1 process: time / off",
     2: "statistics on, DDP step on 2 processes: time / off",

@@ -1,7 +1,7 @@
 """Interleaved timing: contestants take turns in many short rounds, and are compared within each round.
 
 A busy machine slows whatever runs at the moment. Contestants that take turns every few milliseconds are
-slowed alike, so the ratio within a round holds still where the times themselves do not. How still is
+slowed equally, so the ratio within a round holds still where the times themselves do not. How still is
 measured too: every set of contestants holds the baseline twice, and the ratio of those two is the noise.
 """
 
@@ -70,7 +70,7 @@ def median_limits(values: list[float]) -> tuple[float, float]:
 def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1) -> Samples:
     """Measure the contestants by turns.
 
-    The order is drawn anew in each round, so that none always follows the same neighbour, from generators
+    The order is drawn again in each round, so that none always follows the same neighbour, from generators
     with fixed seeds: ranks that measure collectives together stay together.
 
     Args:

@@ -21,8 +21,8 @@ class Outcome:
 
     Attributes:
         problem: What was wrong; None where all agreed.
-        refusals: What accel refused, on all ranks alike.
-        ended: Why the program ended early, on all ranks alike.
+        refusals: What accel refused, the same on all ranks.
+        ended: Why the program ended early, the same on all ranks.
     """
 
     problem: str | None

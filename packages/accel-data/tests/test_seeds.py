@@ -57,7 +57,7 @@ def read(loaders, steps=None):
     for loader in loaders:
         for step, batch in enumerate(loader, 1):
             for index, seed in batch.tolist():
-                assert seeds.setdefault(index, seed) == seed  # padding is augmented alike
+                assert seeds.setdefault(index, seed) == seed  # padding is augmented in the same way
             if step == steps:
                 break
     return seeds
@@ -321,7 +321,7 @@ def test_what_is_drawn_depends_on_the_seed_alone():
 
     assert torch.equal(rows(shuffle=True), expected)
     assert torch.equal(rows(num_workers=2), expected)
-    assert len(expected[:, 1:].unique()) == 4 * 4  # torch's two begin alike
+    assert len(expected[:, 1:].unique()) == 4 * 4  # torch's two begin with the same numbers
     torch.manual_seed(5)
     torch.empty((), dtype=torch.int64).random_()  # what any loader draws for its workers
     assert torch.equal(torch.rand(1), following)  # the global generators go on as if nothing was drawn

@@ -40,7 +40,7 @@ def test_batch_sizes_shrink_until_one_fits():
 
     assert train(2, extra=1) == 145
     assert tried == [100, 90, 81, 72]
-    assert train(2, extra=1) == 145  # each call begins anew
+    assert train(2, extra=1) == 145  # each call starts again
 
 
 def test_the_next_size_may_be_the_callers():

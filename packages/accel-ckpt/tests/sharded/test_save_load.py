@@ -376,7 +376,7 @@ def test_no_index_runs_code_or_leads_out(tmp_path: Path) -> None:
 
 
 class Odd:
-    """A type that nobody has allowed."""
+    """A type that is not allowed."""
 
 
 def test_values_of_other_types_are_refused_by_the_save(tmp_path: Path) -> None:

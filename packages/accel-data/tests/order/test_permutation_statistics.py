@@ -52,7 +52,7 @@ def longest_increase(order):
 
 
 def statistics(order, next_epoch, next_seed):
-    """Return numbers that are distributed alike for all random orders of a length."""
+    """Return numbers that are distributed in the same way for all random orders of a length."""
     length = len(order)
     places = torch.arange(length)
     row = math.isqrt(length - 1) + 1  # the columns of the rectangle of a keyed permutation

@@ -111,7 +111,7 @@ def config_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(prog: str, command: Callable[[], int]) -> int:
-    """Run a command; what a user can mend is one line, not a traceback."""
+    """Run a command; what a user can fix is one line, not a traceback."""
     # For the length of the process: a command is all that it runs.
     warnings.showwarning = _show_warning(prog)
     try:

@@ -36,7 +36,7 @@ class PrepareForLaunch:
     Args:
         launcher: The function.
         distributed_type: The kind of distributed run; anything but NO sets the rank.
-        debug: The workers are on the CPU of this machine and meet through a file.
+        debug: The workers are on the CPU of this machine and connect through a file.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ def _check_numbers(size: int, gpus: int, node_rank: int, num_nodes: int) -> None
 
 
 def _check_uninitialized(size: int) -> None:
-    """Check that there is nothing here that cannot be forked or would not take part."""
+    """Check that there is nothing here that cannot be forked or would not participate."""
     fix = (
         f"Restart the kernel, and make the Accelerator inside the function that runs in the {size} processes."
     )

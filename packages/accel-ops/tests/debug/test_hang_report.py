@@ -25,7 +25,7 @@ def test_who_has_begun_fewer_operations_has_not_arrived():
     waits = status(5, 1.2, "barrier")
 
     assert found(waits, status(4, 9.0), waits) == [("0", 5, (0, 2), (1,))]
-    # Far ahead, as a broadcast waits for nobody: the first that is missing is what the others wait for.
+    # Far ahead, as a broadcast does not wait: the first that is missing is what the others wait for.
     assert found(status(7, 1.2, "barrier"), status(4), status(5, 1.2)) == [("0", 5, (0, 2), (1,))]
 
 

@@ -120,7 +120,7 @@ def test_one_process_compares_nothing(world, kind):
 
 
 def count(buffers: bool, rng: bool) -> list[str]:
-    """Which collectives a comparison of models alike takes, also wrapped and in debug mode."""
+    """Which collectives a comparison of equal models takes, also wrapped and in debug mode."""
     process = dataclasses.replace(current_process(), debug=True)
     set_seed(process.rank, device_specific=not rng)
     model = torch.nn.parallel.DistributedDataParallel(Net())

@@ -99,7 +99,7 @@ def late_in_subgroup() -> None:
 
 
 def busy() -> None:
-    """Steps, and long work without any collective on both, which nobody waits for."""
+    """Steps, and long work without any collective on both, which no other process waits for."""
     for _ in range(5):
         gather(torch.ones(1))
     sleep_here(2.2)

@@ -28,7 +28,7 @@ class GradientState:
     Attributes:
         sync_gradients: Whether the current micro-batch ends the window, so that gradients are synchronised.
         plugin_kwargs: The settings of the accumulation plugin; may be changed in place.
-        events: Whom the steps of this state are published to; None where nobody observes them.
+        events: The observers of the steps of this state; None without an observer.
     """
 
     sync_gradients: bool

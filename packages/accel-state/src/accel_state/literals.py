@@ -1,4 +1,4 @@
-"""The values of enumerations as literals, for type checkers: enums and their values are taken alike."""
+"""The values of enumerations as literals, for type checkers: both enums and their values are accepted."""
 
 from __future__ import annotations
 

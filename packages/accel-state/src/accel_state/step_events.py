@@ -1,7 +1,7 @@
 """The events of a training step: what publishes them calls the observers that there are, and nothing else.
 
 The events of one Accelerator hang on its `GradientState`, which its optimizers, loaders and accumulation
-window share: `gradient_state.events` is None where nobody observes, so that a step costs one attribute test
+window share: `gradient_state.events` is None without an observer, so that a step costs one attribute test
 per publisher.
 """
 

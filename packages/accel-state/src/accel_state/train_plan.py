@@ -314,7 +314,7 @@ def _reconcile_env_plugin(
             "does not train on, and version 2 has no such strategy. Set FSDP_SHARDING_STRATEGY to FULL_SHARD "
             "or SHARD_GRAD_OP, or leave the mesh out."
         )
-    # Version 1 is also what stands where nobody chose a version.
+    # Version 1 is also the default where no version was chosen.
     warn(f"FSDP version 2 takes the place of version 1: {mesh}, which version 1 does not train on.")
     return {name: type(plugin)(fsdp_version=2, reshard_after_forward=strategy == "FULL_SHARD")}, reasons
 

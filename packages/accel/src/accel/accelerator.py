@@ -825,7 +825,7 @@ class Accelerator:
     ) -> AbstractContextManager[Any]:
         """Return a context for training on inputs whose number differs between processes.
 
-        A process that has run out of data takes part in the reductions of the others' gradients. Under
+        A process that has run out of data still participates in the gradient reductions of the others. Under
         engines other than DDP it has no effect, and a warning says so.
 
         Args:

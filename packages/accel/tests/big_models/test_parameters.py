@@ -131,7 +131,7 @@ def test_quantized_models_run_offloaded_or_say_that_they_cannot(kind: str, way: 
 @pytest.mark.parametrize("way", ["memory", "disk"])
 @pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
 def test_quantized_models_run_offloaded_in_evaluation(kind: str, way: str, tmp_path: Path):
-    # Where the CPU has bf16 instructions, 4-bit layers lay their weights out anew in evaluation.
+    # Where the CPU has bf16 instructions, 4-bit layers lay out their weights again in evaluation.
     torch.manual_seed(0)
     model, x = QUANTIZED[kind]().eval(), torch.randn(2, 64)
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""fp16 where processes hold parts of gradients: all leave out the same steps, and scale alike."""
+"""fp16 where processes hold parts of gradients: all skip the same steps, and use the same scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""free_memory() lets go of all that was prepared, so that a loop can begin anew with smaller batches."""
+"""free_memory() lets go of all that was prepared, so that a loop can start again with smaller batches."""
 
 from __future__ import annotations
 

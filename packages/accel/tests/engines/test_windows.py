@@ -1,4 +1,4 @@
-"""Accumulation windows that are given up, begun anew, or end without a backward pass, under every engine."""
+"""Accumulation windows that are abandoned, restarted, or end without a backward pass, under every engine."""
 
 from __future__ import annotations
 

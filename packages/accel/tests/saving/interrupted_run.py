@@ -333,7 +333,7 @@ def what_is_left(folder: Path) -> frozenset[tuple[str, bytes]]:
 
 
 def interrupt_everywhere(base: Path, mode: str, size: int, victim: int) -> list[str]:
-    """Return the newest checkpoint at every point; what is left there is resumed, alike folders once."""
+    """Return the newest checkpoint at every point; what is left there is resumed, equal folders once."""
     if mode.endswith(" in place"):
         Run.in_place, mode = True, mode.removesuffix(" in place")
     if mode == "parts":

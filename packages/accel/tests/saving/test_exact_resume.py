@@ -15,7 +15,7 @@ from accel_data.seeds import sample_generator
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 STEPS, SAVED_AT = 40, 17
-SLOW_S = 100  # workers of loaders start anew in every epoch
+SLOW_S = 100  # workers of loaders start again in every epoch
 
 
 class Noisy(Dataset):

@@ -33,7 +33,7 @@ _PACKAGES = (
     "deepspeed",
     "ray",
 )
-# The variables that decide how processes meet and compute; values of secrets among them are masked.
+# The variables that decide how processes connect and compute; values of secrets among them are masked.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
 
 

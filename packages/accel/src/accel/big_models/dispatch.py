@@ -348,7 +348,7 @@ def _raise_weights_to_modules(
 ) -> None:
     """Offload a module if the map offloads one of its weights by name."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    # What is no module is a weight.
+    # Anything but a module is a weight.
     for name in [name for name in offload if name not in modules]:
         owner = name.rpartition(".")[0]
         if not offload.pop(name) or device_for(owner, offload, default=0) is True:

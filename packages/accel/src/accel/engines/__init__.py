@@ -70,7 +70,7 @@ ENGINES: dict[str, EngineEntry] = {
 }
 
 
-# By path, so that no plugin's module (and what it imports) is loaded for engines that nobody asked for.
+# By path, so that no plugin's module (and what it imports) is loaded for engines that were not requested.
 _PLUGINS = {
     "deepspeed_plugin": "accel.engines.deepspeed.plugin:DeepSpeedPlugin",
     "fsdp_plugin": "accel.engines.sharded.plugin:FullyShardedDataParallelPlugin",

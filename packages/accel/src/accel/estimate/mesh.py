@@ -8,11 +8,11 @@ With e elements on a process, b bytes each, and k optimizer states per parameter
     b e (parameters) + b e (gradients) + k b e (states) + 2 b (R + L) + b B (buffers)
 
 where the largest layer of the stack has L elements, and all that is in no layer has R, as one process has
-them whole (a t-th part of what is split). One layer at a time is gathered, with its gradients; the rest stays
-from the beginning of forward to the end of backward. Where N = 1, nothing is gathered; replicas that share
-nothing out (DDP) have b e for the buckets in which gradients are reduced instead. Other replicas take no part
-of anything, and the context-parallel axis shares parameters out like further shards. All B elements of
-buffers are whole. Not included are activations, what is copied in between, what the optimizer's step holds
+them in full (a t-th of what is split). One layer at a time is gathered, with its gradients; the rest stays
+from the beginning of forward to the end of backward. Where N = 1, nothing is gathered; replicas
+without shards (DDP) have b e for the buckets in which gradients are reduced instead. Other replicas are not
+sharded, and the context-parallel axis shards parameters like further shards. All B elements of buffers are
+complete. Not included are activations, what is copied in between, what the optimizer's step holds
 while it computes, and the context of the device.
 """
 

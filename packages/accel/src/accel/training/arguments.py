@@ -150,7 +150,7 @@ def resolve_dataloader_config(
     if config is None:
         return DataLoaderConfiguration(split_batches=bool(split_batches))
     # The other contradiction looks like a default:
-    # config.split_batches is False where nobody set it.
+    # config.split_batches is False where it was not set.
     if config.split_batches and not split_batches:
         raise ValueError(
             "Accelerator got split_batches=False and a dataloader_config with split_batches=True: "

@@ -196,8 +196,8 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         if wanted - held:
             raise ValueError(
                 f"{len(wanted - held)} of the {len(wanted)} gradients to clip are multiplied by the loss "
-                "scale of fp16 training, and no prepared optimizer has their parameters, so that nobody "
-                "divides them by it. Pass the optimizer to prepare() as well."
+                "scale of fp16 training, and no prepared optimizer has their parameters, so they are "
+                "never divided by it. Pass the optimizer to prepare() as well."
             )
         unscale_gradients(run, owners)
     return tensors

@@ -58,7 +58,7 @@ def gather_for_metrics(
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
 
     Raises:
-        RuntimeError: If some processes have no batch in this step, so that they take no part.
+        RuntimeError: If some processes have no batch in this step, so that they do not participate.
         ValueError: On all processes, if `data` differs between processes that share sequences.
     """
     copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
@@ -216,9 +216,9 @@ def _meet(loader: Any, uneven_monitor: UnevenLoaderMonitor, process: ProcessInfo
     missing = uneven_monitor.exhausted_rank() if process.debug else uneven_monitor.wait_for_all()
     if missing is not None:
         raise RuntimeError(
-            f"gather_for_metrics would wait forever: process {missing.rank} has only {missing.batches} "
+            f"gather_for_metrics would deadlock: process {missing.rank} has only {missing.batches} "
             f"batches of the {type(loader).__name__} over {_dataset_name(loader)}, and process "
-            f"{missing.current_rank} is in step {missing.step}, as {missing.reason}. To mend it, "
+            f"{missing.current_rank} is in step {missing.step}, as {missing.reason}. To fix this, "
             f"{missing.fix}, or gather after the loop."
         )
 
@@ -232,7 +232,7 @@ def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
     there = sum(map(bool, rows))
     missing = str(there) if there == len(rows) - 1 else f"{there} to {len(rows) - 1}"
     return (
-        f"gather_for_metrics would wait forever: in this last step of the {type(loader).__name__} over "
+        f"gather_for_metrics would deadlock: in this last step of the {type(loader).__name__} over "
         f"{_dataset_name(loader)} (batch_size={loader.batch_size}, even_batches=False), only {there} of "
         f"{len(rows)} data-parallel processes have a batch, and number {missing} has left the loop. Use "
         "even_batches=True (the default; what only fills up the step is dropped here), "
@@ -430,7 +430,7 @@ def _is_structure(data: Sequence[Any], rows: int) -> bool:
 
     So it is where each of them has `rows` rows, in a tuple, as `(predictions, labels)`, or in a list of
     things that differ in kind; and where tensors have them and what has not differs in kind, as in
-    `(predictions, None)`. A list of things that are alike is taken for one entry per sample, as gathering
+    `(predictions, None)`. A list of similar things is taken for one entry per sample, as gathering
     objects makes one list of all entries; with a warning, as it may be meant otherwise.
     """
     others = [value for value in data if not _has_rows(value, rows)]
@@ -441,7 +441,7 @@ def _is_structure(data: Sequence[Any], rows: int) -> bool:
             {(type(value), getattr(value, "ndim", 1) == 0) for value in some} for some in (tensors, others)
         )
         return bool(tensors) and not with_rows & without
-    # Samples of one batch are alike; predictions and labels usually are not.
+    # Samples of one batch have one form; predictions and labels usually are not.
     if isinstance(data, tuple) or len({_kind(value) for value in data}) > 1:
         return True
     if rows > 1:

@@ -241,7 +241,7 @@ class MisuseChecker(Observer):
         if is_first_to_differ(new_comparison_name(f"gradients of {what}"), _digest(others)):
             warn(
                 f"{type(optimizer).__name__} steps {what}, which are in no prepared model, and their "
-                f"gradients differ between the {size} processes: nobody averages them, and each process "
+                f"gradients differ between the {size} processes: they are not averaged, and each process "
                 "trains other weights. Pass the model to accelerator.prepare(), and use the model that comes "
                 "back.",
                 about="process",

@@ -19,7 +19,7 @@ def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | 
     """Let processes that ran out of data shadow the gradient collectives of the others.
 
     Args:
-        run: Whose engine and loaders take part.
+        run: The run whose engine and loaders participate.
         joinables: Prepared models or torch Joinable objects.
         even_batches: Overrides the setting of prepared map-style loaders inside the context.
     """
@@ -52,7 +52,7 @@ def warn_of_uneven(joining: JoinState | None, counts: tuple[int, ...] | None) ->
         seen = f"This loader gives {max(counts)} batches to process {counts.index(max(counts))}, but only "
         seen += f"{min(counts)} to process {counts.index(min(counts))}"
     fix = "pass even_batches=True (the default) with the whole dataset, or drop_last=True"
-    warn(f"{seen}: {_TAKES_NO_PART}. {_to_train(joining)}{fix}.", UserWarning)
+    warn(f"{seen}: {_DOES_NOT_PARTICIPATE}. {_to_train(joining)}{fix}.", UserWarning)
 
 
 def warn_of_missing(joining: JoinState | None, missing: ExhaustedRank) -> None:
@@ -66,16 +66,16 @@ def warn_of_missing(joining: JoinState | None, missing: ExhaustedRank) -> None:
         return
     warn(
         f"Process {missing.rank} has only {missing.batches} batches of this loader, and process "
-        f"{missing.current_rank} is in step {missing.step}, as {missing.reason}: {_TAKES_NO_PART}. "
+        f"{missing.current_rank} is in step {missing.step}, as {missing.reason}: {_DOES_NOT_PARTICIPATE}. "
         f"{_to_train(joining)}{missing.fix}.",
         UserWarning,
         about="process",
     )
 
 
-_TAKES_NO_PART = (
-    "one that is out of data takes no part in backward, gather or gather_for_metrics, which wait for all "
-    "processes"
+_DOES_NOT_PARTICIPATE = (
+    "a process that has run out of data stops calling backward, gather and gather_for_metrics, and the "
+    "others hang"
 )
 
 

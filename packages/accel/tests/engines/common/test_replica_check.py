@@ -1,4 +1,4 @@
-"""What processes have alike stays alike, or they are told which parameter does not."""
+"""What is equal on all processes stays equal, or an error names the parameter that does not."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Rows(torch.utils.data.Dataset):
         return 24
 
     def __getitem__(self, index):
-        x = torch.rand(3) + torch.rand(1)  # drawn anew each time
+        x = torch.rand(3) + torch.rand(1)  # drawn again each time
         return {"x": x * float("inf") if index == 7 else x, "index": index}
 
 

@@ -60,7 +60,7 @@ def _place() -> list[Question]:
         ask("main_process_port", "Port on machine 0?", 29500),
         ask(
             "rdzv_backend",
-            "How do the machines meet?",
+            "How do the machines find each other?",
             choices=(
                 ("static", "static: each machine is given its rank"),
                 ("c10d", "c10d: ranks are handed out, machines may restart"),

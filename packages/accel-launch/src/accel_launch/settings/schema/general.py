@@ -34,7 +34,7 @@ def machine_range(text: str) -> int | str:
     Raises:
         ValueError: If it is neither, below 1, or MIN is above MAX.
     """
-    # int() raises ValueError for what is no number, as this function has to.
+    # int() raises ValueError for anything but a number, as this function has to.
     parts = [int(part) for part in text.split(":")]
     if len(parts) > 2 or min(parts) < 1 or parts != sorted(parts):
         raise ValueError(text)

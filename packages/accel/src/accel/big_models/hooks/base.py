@@ -149,7 +149,7 @@ class HookedForward:
     """The forward of a module that has a hook.
 
     It holds the module weakly: the module holds it, and a cycle would keep the weights until the garbage
-    collector runs. To `inspect.signature` and the like it looks as the forward that the module had before.
+    collector runs. To `inspect.signature` it looks like the forward that the module had before.
 
     Args:
         module: The module, with its `_hf_hook` and its `_old_forward`.
@@ -169,7 +169,7 @@ class HookedForward:
         module: Any = self._module()
         if module is None:
             raise ReferenceError(f"the {self._name} of this hook has been freed: keep the module itself.")
-        # Read at each call: a hook that was appended meanwhile takes part.
+        # Read at each call: a hook that was appended meanwhile is called too.
         hook: ModelHook = module._hf_hook
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
         try:

@@ -83,7 +83,7 @@ class Offloaded:
                     offload_weight(self.to_write[name], name, self.folder, written)
                 save_offload_index(written, self.folder)
         except BaseException:
-            # Without the index, which comes last, nobody can read them.
+            # Without the index, which comes last, they cannot be read.
             for name in written:
                 (self.folder / f"{name}.dat").unlink(missing_ok=True)  # type: ignore[operator]
             raise

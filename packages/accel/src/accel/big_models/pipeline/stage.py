@@ -18,7 +18,7 @@ from accel_ops.trees.walk import children, flatten, keys, rebuild
 class Inputs:
     """The inputs of a model as a list of tensors, in one order however they are passed.
 
-    What is no tensor is fixed when the model is traced, and must be the same in every call.
+    Non-tensors are fixed when the model is traced, and must be the same in every call.
 
     Args:
         forward: The model's forward.

@@ -133,7 +133,7 @@ def _largest_by_kind(
 ) -> dict[str, float]:
     """Return the bytes of the largest layer on each kind of device in use."""
     largest = dict.fromkeys((targets[index].kind for index in set(found)), 0.0)
-    if largest.keys() == {"accelerator"}:  # nothing is offloaded, and nobody asks
+    if largest.keys() == {"accelerator"}:  # nothing is offloaded, and the size is not needed
         return largest
     kinds = [target.kind for target in targets]
     for layer, index in zip(layout.layers, found, strict=True):

@@ -163,7 +163,7 @@ def _is_trained(model: torch.nn.Module) -> bool:
 
 
 def _joinable(item: Any) -> Joinable | None:
-    """The object that takes part in a Join; None for a model without collectives (frozen or evaluated)."""
+    """The object that joins a Join; None for a model without collectives (frozen or evaluated)."""
     member = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
     if isinstance(member, torch.nn.Module):
         return _ddp(member)
@@ -206,7 +206,7 @@ def _arm_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
     # forward pass ran under no_sync.
     before = ddp.require_backward_grad_sync
     ddp.require_backward_grad_sync = True
-    # forward under no_sync did not arm the reducer; an empty list means: every parameter takes part.
+    # forward under no_sync did not arm the reducer; an empty list means: every parameter participates.
     ddp.reducer.prepare_for_backward([])
     try:
         yield

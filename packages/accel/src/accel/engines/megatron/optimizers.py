@@ -110,7 +110,7 @@ class MegatronLMDummyScheduler(PlaceholderScheduler):
     Args:
         optimizer: The optimizer that is scheduled.
         total_num_steps: Length of the schedule, in the steps that one process would need.
-        warmup_num_steps: Steps over which the learning rate grows, counted alike.
+        warmup_num_steps: Steps over which the learning rate grows, counted in the same way.
         **kwargs: Kept as attributes, for code that reads them.
     """
 

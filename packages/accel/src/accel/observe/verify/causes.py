@@ -28,7 +28,7 @@ def find_causes(runs: RecordedRuns, kind: str, step: int) -> Iterator[str]:
         )
     if kind in ("loss", "gradients", "parameters") and unprepared["model"]:
         yield (
-            f"{' and '.join(unprepared['model'])} is not prepared: nobody averages its gradients, so "
+            f"{' and '.join(unprepared['model'])} is not prepared: its gradients are not averaged, so "
             "that each process trains different weights. Pass it to accelerator.prepare(), and use what "
             "comes back."
         )

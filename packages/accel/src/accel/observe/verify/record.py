@@ -403,7 +403,7 @@ class TrainingRecorder(Observer):
             file.write(json.dumps({**self.record, **more}) + "\n")
 
     def _end(self) -> None:
-        """End the script; what it does at its end, in `finally` and the like, is done."""
+        """End the script; what it does at its end, such as in `finally`, still runs."""
         self.stop()
         raise SystemExit(0)
 
