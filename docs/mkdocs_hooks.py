@@ -1,4 +1,4 @@
-"""Lets the pages stand beside mkdocs.yml, in docs/ itself, show files of the repository, and what they print.
+"""Lets the pages be next to mkdocs.yml, in docs/ itself, show files of the repository, and what they print.
 
 mkdocs refuses a docs_dir that holds its own configuration file, but only while it validates that file.
 """

@@ -33,7 +33,7 @@ class Expert(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """Experts, of which each call uses one, beside a layer that all use."""
+    """Experts, of which each call uses one, and a layer that all use."""
 
     def __init__(self, hidden: tuple[int, ...]) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def test_the_costs_are_those_of_the_table(drawing):
     rows = drawing["costs"].rows(page)
     svg = drawing["costs"].draw(rows)
 
-    table = page[: page.index("<!-- bench: end -->")]  # rows measured beside a GPU follow on the page
+    table = page[: page.index("<!-- bench: end -->")]  # rows measured on a GPU follow on the page
     (step,) = re.findall(
         r"^\| training step of a toy MLP, 1 process: .*? \| ([\d.]+) x .*$", table, re.MULTILINE
     )

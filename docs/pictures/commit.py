@@ -42,7 +42,7 @@ def _lane(folder: str) -> str:
 
 
 def draw(operations: Sequence[Sequence[str]]) -> str:
-    """Return a column for each folder, as long as it is there, and the operations beside them."""
+    """Return a column for each folder, as long as it is there, and the operations next to them."""
     happened = steps(operations)
     new = next(lane for lane, words in happened if words.endswith("committed"))
     old = next(lane for lane, words in happened if words.startswith("delete"))

@@ -42,7 +42,7 @@ __all__ = [
 
 LOAD_FASTER_LIMIT = 2.0
 LOAD_AND_RUN_LIMIT = 1.0
-LOAD_PEAK_LIMIT = 0.1  # of the model, beside the part that stays in memory
+LOAD_PEAK_LIMIT = 0.1  # of the model, in addition to the part that stays in memory
 HOOK_LIMIT = 0.5
 PLANNING_FASTER_LIMIT = 10.0
 PLANNING_CPU_LIMIT_S = 3.0

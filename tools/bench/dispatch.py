@@ -1,7 +1,7 @@
 """Dispatching batches that process 0 reads: dictionaries of three tensors, to two processes.
 
 accelerate does the same work. How long process 0 takes to read the batches with the plain DataLoader, for
-nobody but itself, is shown beside it: that has to be done before anything can be handed out.
+nobody but itself, is shown next to it: that has to be done before anything can be handed out.
 """
 
 from __future__ import annotations

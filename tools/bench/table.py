@@ -145,7 +145,7 @@ def recorded_setting(page: Path) -> str:
 
 
 def replaced(table: Sequence[Cells], new: Sequence[Cells], sections: Sequence[str]) -> list[Cells]:
-    """Return the table with some sections measured again: new rows stand beside those of their section."""
+    """Return the table with some sections measured again: new rows are put next to those of their section."""
     gone = tuple(f"section {name} did not run" for name in sections)
     kept = [line for line in table if not line[0].startswith(gone)]
     names = [line[0] for line in kept]

@@ -77,7 +77,7 @@ def _run(folder: Path, **environment: str) -> tuple[int, str, list[str]]:
     return run.returncode, out, (folder / "calls").read_text().splitlines()
 
 
-# The second runs beside others, and the third while another one does.
+# The second runs at the same time as others, and the third while another one does.
 @pytest.mark.parametrize("step", ["lint:check", "docs:build", "types:check"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_a_failure_and_ends_everything(tmp_path: Path, step: str, number: signal.Signals) -> None:

@@ -43,7 +43,7 @@ _COMMANDS = {
 # Known by name, so that a command that is not installed is answered with the package that has it.
 _SIBLINGS = {
     "estimate-memory": ("accel", "Estimate how much memory a model needs on each device."),
-    "merge-weights": ("accel-ckpt", "Make one weight file of a checkpoint in parts."),
+    "merge-weights": ("accel-ckpt", "Make one weight file of a sharded checkpoint."),
     "replay": ("accel", "Recompute a loss that was not finite, bit for bit."),
     "report": ("accel", "Draw what a run logged, and where its time went, as one HTML page."),
     "test": ("accel", "Check that processes of this setup communicate, split data, train and save."),

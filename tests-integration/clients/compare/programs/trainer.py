@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stream_resumed": {**SHORT, "resume": "stream"},
     "compiled": {**SAVING, "torch_compile": True},
     "compiled_resumed": {**SAVING, "torch_compile": True, "resume": "compiled"},
-    "configured": SHORT,  # in parts, as the config file of the launcher says
+    "configured": SHORT,  # sharded, as the config file of the launcher says
     "fsdp2": FULL,
     "fsdp2_resumed": {**FULL, "resume": "fsdp2"},
     "parts": PARTS,

@@ -1,6 +1,6 @@
 """Commit a checkpoint folder atomically: the protocol on the disk, for the one process that commits.
 
-1. Everything is written into a *staging* folder beside the target, `.<name>.staging-<token>`.
+1. Everything is written into a *staging* folder next to the target, `.<name>.staging-<token>`.
 2. `seal`: every file is flushed to the disk; then the manifest is written, whose presence says "complete".
 3. `commit`: one rename makes the staging folder the target. An existing checkpoint is renamed
    first (`.<name>.replaced-<token>`) and deleted afterwards.

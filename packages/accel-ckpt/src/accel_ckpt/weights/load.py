@@ -91,7 +91,7 @@ def load_checkpoint_in_model(
         checkpoint: A file of weights, an index of any name (`weight_map`, or only that mapping), or a
             folder with a file or an `.index.json`. A weight is read from the file that the index names
             for it; copies in other files are ignored.
-        device_map: Device by name of a module or weight, "" for the whole model; it must cover all weights.
+        device_map: Device by name of a module or weight, "" for the full model; it must cover all weights.
             Weights of "disk" are written to `offload_folder`, and are on the meta device in the model. Tied
             weights stay tied, and in memory if one of their names is.
         offload_folder: The folder for "disk", as `offload_state_dict` writes them: in the dtype of the

@@ -55,7 +55,7 @@ class TimeoutStore:
             What the function returns.
 
         Raises:
-            StoreSilentError: If it does not return in time, or a previous call has not returned yet.
+            StoreTimeoutError: If it does not return in time, or a previous call has not returned yet.
             RuntimeError: If the store is gone.
         """
         if self._last is not None and not self._last.done():

@@ -45,7 +45,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models with their parameters on a device, one by one, without the whole model on the CPU first.
+    """Build models with their parameters on a device, one by one, without the full model on the CPU first.
 
     Modules that this thread builds inside are concerned, and those that were there before are left alone. A
     parameter that several modules share stays one. Of contexts in each other the innermost counts.

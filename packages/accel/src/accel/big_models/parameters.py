@@ -74,7 +74,7 @@ def _known_once(weight: torch.Tensor) -> torch.Tensor:
 
 
 def int8_states(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Return what bitsandbytes' 8-bit layers keep beside their weights: `CB` is the weight of the last call.
+    """Return what bitsandbytes' 8-bit layers keep next to their weights: `CB` is the weight of the last call.
 
     Args:
         modules: Modules, of which only such layers count that have not run yet: later, nothing else has it.

@@ -42,7 +42,7 @@ class AccelDistribution(Distribution):
         return _FILES.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Return where a file of the package would be: beside accel.
+        """Return where a file of the package would be: next to accel.
 
         Args:
             path: The file, from the folder in which packages are installed.

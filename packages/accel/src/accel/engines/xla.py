@@ -82,7 +82,7 @@ class XLAStates(States):
 
 
 class XLAEngine(Engine):
-    """Every process holds the whole model on one XLA device."""
+    """Every process has the full model on one XLA device."""
 
     loaders_type = XLALoaders
     gradients_type = XLAGradients
@@ -99,7 +99,7 @@ class XLAEngine(Engine):
         if context.settings is not None:
             raise ValueError(
                 "fsdp_plugin, megatron_lm_plugin and deepspeed_plugin, and the variables that ask for them, "
-                "are not supported on XLA devices, where every process holds the whole model. Leave them out."
+                "are not supported on XLA devices, where every process has the full model. Leave them out."
             )
         self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
 

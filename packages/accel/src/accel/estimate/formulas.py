@@ -6,11 +6,11 @@ and the largest block (a layer of the stack, or an embedding) of L parameters, D
 
     ZeRO 1        2 b P + K P / N
     ZeRO 2        b P + (b + K) P / N
-    ZeRO 3        (2 b + K) P / N, and 2 b L: one block is whole at a time, its parameters and gradients
+    ZeRO 3        (2 b + K) P / N, and 2 b L: one block is gathered at a time, its parameters and gradients
 
 where K = 4 (1 + s) bytes, as ZeRO keeps the states and a copy of the parameters in fp32 (Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 3.1: K = 12 for Adam).
-Inference needs b P. Buffers are whole on each process.
+Inference needs b P. Each process has all buffers.
 """
 
 from __future__ import annotations

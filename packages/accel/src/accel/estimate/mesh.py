@@ -64,7 +64,7 @@ class MeshBytes:
         parameters: Its parts of the parameters.
         gradients: The same of the gradients.
         states: The same of the optimizer's states.
-        gathered: What is whole at once, with its gradients: the largest layer and all that is in none.
+        gathered: What is gathered at once, with its gradients: the largest layer and all that is in none.
         buckets: What replicas reduce gradients in (DDP).
         buffers: The model's buffers.
     """

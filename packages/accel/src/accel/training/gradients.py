@@ -109,7 +109,7 @@ def clip_grad_norm(
             for notify in events.gradients_clipped:
                 notify(norm)
         return norm
-    # The gradients so far, of this process: they are neither whole nor unscaled.
+    # The gradients so far, of this process: they are neither reduced nor unscaled.
     norm = run.engine.gradients.norm(tensors, norm_type)
     if norm is None or run.scaler is None:
         return norm

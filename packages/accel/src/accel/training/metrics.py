@@ -328,7 +328,7 @@ def _differs(what: str) -> str:
     return (
         f"gather_for_metrics got {what} that differ between the processes of a context-parallel group, which "
         "have parts of the same sequences: it cannot tell how to merge them. Evaluate outside of "
-        "maybe_context_parallel, where all see whole sequences, or combine the parts yourself: "
+        "maybe_context_parallel, where all see full sequences, or combine the shards yourself: "
         "accelerator.reduce(x, 'mean') for a mean loss, accelerator.reduce(x, 'sum') for a sum or a count, "
         "accelerator.gather(x) for the values of all processes."
     )
@@ -359,7 +359,7 @@ def _gather_uneven(
 
 
 def _drop_padding(gathered: torch.Tensor, padding: _Padding, size: int) -> torch.Tensor:
-    """Keep the real rows of each process; what is not one row per sample stays whole."""
+    """Keep the real rows of each process; what is not one row per sample is kept as it is."""
     rows = gathered.shape[0] // size  # the same of each process, as gather takes no others
     return _kept_rows(gathered, _real_rows((rows,) * size, padding), rows)
 

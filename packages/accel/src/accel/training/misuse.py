@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_state.gradient import GradientState
 
-_MOST = 100  # steps, backward passes or batches: past warmup, and small beside any run
+_MOST = 100  # steps, backward passes or batches: past warmup, and few compared with any run
 _SEARCHES = (2, 8, 32)  # the passes or batches at which a run that prepares nothing to train is searched
 
 

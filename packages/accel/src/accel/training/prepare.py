@@ -363,8 +363,8 @@ def _warn_about_unknown(run: Run, items: Sequence[Any]) -> None:
     run.warned_types |= new
     names = ", ".join(sorted(kind.__name__ for kind in new))
     warn(
-        f"prepare gives back unchanged what it does not prepare: {names}. It prepares torch Module, "
-        "Optimizer, LRScheduler and DataLoader objects.",
+        f"prepare() returned objects unchanged: {names}. It prepares only torch Module, Optimizer, "
+        "LRScheduler and DataLoader objects.",
         UserWarning,
     )
 

@@ -1,4 +1,4 @@
-"""The parts of one Accelerator. Functions take it, where documented ones alone take the whole Accelerator."""
+"""What one Accelerator is made of. Functions take it; only documented ones take the whole Accelerator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # eq=False: a run is the key of weak references, and equal to itself alone.
 @dataclass(eq=False)
 class Run:
-    """The parts of one Accelerator, and the objects that it has prepared.
+    """What one Accelerator is made of, and the objects that it has prepared.
 
     Attributes:
         state: Precision, plugins and the facts of the process.

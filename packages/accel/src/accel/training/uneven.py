@@ -51,7 +51,7 @@ def warn_of_uneven(joining: JoinState | None, counts: tuple[int, ...] | None) ->
     else:
         seen = f"This loader gives {max(counts)} batches to process {counts.index(max(counts))}, but only "
         seen += f"{min(counts)} to process {counts.index(min(counts))}"
-    fix = "pass even_batches=True (the default) with the whole dataset, or drop_last=True"
+    fix = "pass even_batches=True (the default) with the full dataset, or drop_last=True"
     warn(f"{seen}: {_DOES_NOT_PARTICIPATE}. {_to_train(joining)}{fix}.", UserWarning)
 
 

@@ -1,4 +1,4 @@
-"""One process of a world of 1,024: what `prepare` walks, and what a step sends, compared with torch's calls."""
+"""One process of a world of 1,024: what `prepare` walks, and what a step sends; torch's calls too."""
 
 from __future__ import annotations
 

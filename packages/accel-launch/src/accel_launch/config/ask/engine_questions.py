@@ -10,7 +10,7 @@ from accel_launch.config.ask.question import Answers, Question, Test, answered, 
 from accel_launch.settings.schema import SETTINGS
 
 _ENGINES = (
-    ("ddp", "each process has the whole model (DDP)"),
+    ("ddp", "each process has the full model (DDP)"),
     ("fsdp", "the model is sharded over the processes (FSDP)"),
     ("mesh", "a mesh of data, tensor, context or sequence parallelism"),
     ("deepspeed", "DeepSpeed"),
@@ -117,7 +117,7 @@ def _fsdp() -> list[Question]:
             "fsdp_state_dict_type",
             "How are checkpoints laid out?",
             "SHARDED_STATE_DICT",
-            choices=(("SHARDED_STATE_DICT", "a part per process"), ("FULL_STATE_DICT", "one whole file")),
+            choices=(("SHARDED_STATE_DICT", "a shard per process"), ("FULL_STATE_DICT", "one full file")),
         ),
         ask("fsdp_activation_checkpointing", "Recompute activations in backward (less memory, more work)?"),
     ]

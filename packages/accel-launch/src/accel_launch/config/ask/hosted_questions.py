@@ -1,4 +1,4 @@
-"""The questions about machines of others: TPU pods and Amazon SageMaker."""
+"""Questions for hosted platforms (TPU pods, Amazon SageMaker)."""
 
 from __future__ import annotations
 

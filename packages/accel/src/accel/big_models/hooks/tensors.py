@@ -53,7 +53,7 @@ def tied_key(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor of a module that stays on the execution device, beside weights that are offloaded.
+    """A tensor of a module that stays on the execution device, while weights are offloaded.
 
     Args:
         table: The module's parameters, or its buffers.

@@ -38,7 +38,7 @@ def generate_device_map(
             there is no limit.
 
     Returns:
-        Number of the stage by name of a module, or of a weight beside modules that are cut.
+        Number of the stage by name of a module, or of a weight next to modules that are cut.
 
     Raises:
         ValueError: If the model has too few modules, or a stage is larger than `max_memory` allows.
@@ -49,7 +49,7 @@ def generate_device_map(
     if sum(unit.module is not None for unit in units) < num_processes:
         raise ValueError(
             f"{type(model).__name__} cannot be cut into {num_processes} stages: it has {len(units)} modules "
-            "that are kept whole. Use fewer processes, or cut more (no_split_module_classes)."
+            "that are not split. Use fewer processes, or cut more (no_split_module_classes)."
         )
     begins = [*_cut(units, num_processes), len(units)]
     for stage, limit in (max_memory or {}).items():

@@ -37,7 +37,7 @@ def prepare_pippy(
 ) -> nn.Module:
     """Spread the layers of a model over the processes, for inference on batches that are cut in chunks.
 
-    Every process makes the whole model on the CPU, calls this, and then calls the model with the whole batch.
+    Every process makes the full model on the CPU, calls this, and then calls the model with the full batch.
     Each moves only the layers of its stage to its device. While one process works on a chunk, the one before
     it works on the next. The model is traced by `torch.export` with one chunk of the example: calls need its
     inputs, with the shapes of the example but for the batch, which may have any size; it is filled up with
@@ -186,7 +186,7 @@ class _Pipeline:
         self._round = chunk * num_chunks
         example = [tensor[:chunk] for tensor in pad_input_tensors(tensors, len(tensors[0]), self._round)]
         self._rebuild = _output_structure(model, self._inputs, example)
-        # Every process traces the whole model, and keeps one stage.
+        # Every process traces the full model, and keeps one stage.
         stages = trace_stages(model, self._inputs, example, split_points)
         self._stage = stages[process.rank].to(process.device)
         stage = PipelineStage(self._stage, process.rank, process.world_size, process.device)

@@ -92,8 +92,8 @@ def _warn_of_unused(layout: ModelLayers, targets: list[Target], plan: PlacementP
     hint = "" if fallback else " fallback_allocation=True looks for other layers that fit."
     warn(
         f"Layers are offloaded, and no layer is placed on the device {devices}: the next one does not fit "
-        f"beside the room for offloaded layers. The largest is {largest.names[0]} ({largest.size:.0f} "
-        f"bytes). Give more in max_memory, or fewer no_split_module_classes.{hint}"
+        "in addition to the space reserved for offloaded layers. The largest is "
+        f"{largest.names[0]} ({largest.size:.0f} bytes). Give more in max_memory, or fewer no_split_module_classes.{hint}"
     )
 
 

@@ -1,6 +1,6 @@
 """Which device each layer of a model goes to: filled in order, with room kept where offloaded layers run.
 
-A layer is what is not split: a module without children, one of a class that the user keeps whole, or the
+A layer is what is not split: a module without children, one of a class that the user does not split, or the
 parameters and buffers that a module with children has itself. Devices are filled in their order with layers
 in theirs, so that data passes each device once; a layer goes to the next device only when it does not fit.
 
@@ -265,7 +265,7 @@ class _Placer:
         return True
 
     def cost(self, group: Sequence[int], held: set[int]) -> float:
-        """Return the bytes of layers beside tensors that are held; one that several have counts once."""
+        """Return the bytes that layers add to tensors that are placed; a shared tensor counts once."""
         layers = [self.layout.layers[index] for index in group]
         shared = {number: size for layer in layers for number, size in layer.shared.items()}
         apart = sum(size for number, size in shared.items() if number not in held)

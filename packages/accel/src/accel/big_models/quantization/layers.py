@@ -186,7 +186,7 @@ def check_weights(
 
 
 def _check_parts(path: str, leaves: set[str], config: BnbQuantizationConfig) -> None:
-    # What bitsandbytes saves beside a 4-bit weight; beside one of 8 bits it is "SCB".
+    # What bitsandbytes saves in addition to a 4-bit weight; for one of 8 bits it is "SCB".
     four = any(".quant_state." in leaf for leaf in leaves)
     needed = {"weight"} if four else {"weight", "SCB"}
     if four == config.load_in_8bit or not needed <= leaves:

@@ -44,7 +44,7 @@ def load_and_quantize_model(
             `save_model` wrote of a quantized model too. By default the model's own are quantized.
         device_map: Device by name of a module, or "auto" ("balanced", "balanced_low_0", "sequential") to have
             such a map made, for which quantized weights count with their bits. The model is dispatched as by
-            `dispatch_model`; what is offloaded is quantized too. None: it is whole on this process's device.
+            `dispatch_model`; what is offloaded is quantized too. None: all of it is on this process's device.
         no_split_module_classes: Names of classes whose instances stay on one device, for a map that is made.
         max_memory: Bytes (or text such as "1GB") by device, likewise; by default what is free.
         offload_folder: Where weights of "disk" are written.

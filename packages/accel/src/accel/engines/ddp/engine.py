@@ -86,7 +86,7 @@ class DDPGradients(Gradients):
 
 
 class DDPEngine(Engine):
-    """Every process holds the whole model; gradients are averaged in backward."""
+    """Every process has the full model; gradients are averaged in backward."""
 
     loaders_type = DDPLoaders
     gradients_type = DDPGradients

@@ -147,7 +147,7 @@ def deepspeed_required(func: _Function) -> _Function:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which parameters that ZeRO-3 shards are whole; anywhere else it does nothing.
+    """A context in which parameters that ZeRO-3 shards are gathered; anywhere else it does nothing.
 
     Args:
         params: A parameter, several, or a module.

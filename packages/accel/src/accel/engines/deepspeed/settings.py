@@ -24,10 +24,10 @@ def check_axes(context: EngineContext, stage: int | None) -> None:
         if axis in config.active_mesh_dims:
             raise ValueError(
                 f"{axis}_size={getattr(config, f'{axis}_size')} in parallelism_config, and DeepSpeed is the "
-                "engine: beside its own sharding (zero_stage) it takes sp_size alone. Leave deepspeed_plugin "
-                "out for the others."
+                "engine: in addition to its own sharding (zero_stage) it takes only sp_size. Leave "
+                "deepspeed_plugin out for the others."
             )
-    # Beside sp_size the replicas only make up the number of processes.
+    # With sp_size the replicas only make up the number of processes.
     if config.dp_replicate_enabled and not config.sp_enabled and stage:
         warn(
             f"dp_replicate_size={config.dp_replicate_size} in parallelism_config is ignored: stage {stage} "

@@ -124,6 +124,6 @@ class SequenceParallelLoader(EngineLoader):
             has_ended = has_ended or self.loader.end_of_dataloader
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
             if number >= self.skips:
-                # Parts are views of whole sequences, which models of transformers cannot flatten.
+                # Shards are views of full sequences, which models of transformers cannot flatten.
                 whole = recursively_apply(lambda tensor: tensor.contiguous(), batch)
                 yield send_to_device(whole, self.device)

@@ -100,7 +100,7 @@ def _gpt2(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
 @add_model_config_to_megatron_parser("llama")
 def _llama(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
-    # transformers 5 has it there, older versions beside it.
+    # transformers 5 has it there, older versions next to it.
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     return {
         "model_type_name": "gpt",

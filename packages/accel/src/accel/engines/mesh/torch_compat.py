@@ -54,7 +54,7 @@ def fully_shard(
 def parallelize_module(
     module: torch.nn.Module, mesh: DeviceMesh, style: parallel.ParallelStyle
 ) -> torch.nn.Module:
-    """Split a module's weights, which every process has whole, over the processes of one axis."""
+    """Split a module's weights, which every process has in full, over the processes of one axis."""
     if is_torch_version(">=", "2.7"):
         # src_data_rank=None: each process takes its part without asking.
         return parallel.parallelize_module(module, mesh, style, src_data_rank=None)

@@ -71,7 +71,7 @@ def _causes_of_losses(runs: RecordedRuns, kind: str, step: int) -> Iterator[str]
         found += 1
         yield (
             f"{runs.one['batch_norm'][0]} is batch norm in training: it normalizes by the mean and "
-            "variance of the batch of one process, which is a part of the whole. Use "
+            "variance of the batch of one process, not of the global batch. Use "
             "torch.nn.SyncBatchNorm (on GPUs), group or layer norm."
         )
     if runs.one["dropout"]:

@@ -20,7 +20,7 @@ from accel.observe.verify.recorded_runs import (
 
 # Relative to the norms of what is compared: another order of sums makes about 1e-6 in float32.
 _LOSS, _GRADIENT, _UPDATE = 1e-4, 1e-3, 5e-2
-# A parameter whose gradient is so small beside all gradients has one of rounding alone (a bias in front of
+# A parameter whose gradient is this small, relative to all, has one of rounding alone (a bias in front of
 # batch norm, of keys in attention), which Adam makes a step of.
 _NOISE = 1e-5
 _WEIGHT = 1e-6  # of a parameter itself, below which the difference of updates is rounding

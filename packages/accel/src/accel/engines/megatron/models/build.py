@@ -19,7 +19,7 @@ from accel_state.imports.packages import is_package_available
 if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
-# Settings that stand beside those of the configuration classes.
+# Settings in addition to those of the configuration classes.
 _READ_HERE = (
     "position_embedding_type",
     "rotary_base",

@@ -51,7 +51,7 @@ def balanced_positions(length: int, rank: int, size: int, device: torch.device |
     """The positions of a sequence that one process has.
 
     Args:
-        length: Tokens of the whole sequence, a multiple of `2 * size`.
+        length: Tokens of the full sequence, a multiple of `2 * size`.
         rank: Which process.
         size: How many of them.
         device: Where the result is.
@@ -72,7 +72,7 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attend to the whole sequence, of which each process has its balanced part.
+    """Attend to the full sequence, of which each process has its balanced shard.
 
     Args:
         ring: The processes; all of them call it.
@@ -83,7 +83,7 @@ def ring_attention(
         scale: Factor of the scores; by default 1 / sqrt(features).
 
     Returns:
-        What attention over the whole sequence gives for this process's queries.
+        What attention over the full sequence gives for this process's queries.
 
     Raises:
         RuntimeError: If this version of torch has no ring where it is looked for.
