@@ -18,7 +18,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from pictures import commit, costs, memory, meshes, window  # noqa: E402 - beside this file, which no package holds
+from pictures import commit, costs, memory, meshes, window  # noqa: E402 - next to this file, in no package
 
 __all__ = ["on_files", "on_page_content", "pictures"]
 

@@ -180,8 +180,8 @@ def _unknown(name: str, points: Iterable[str]) -> NoReturn:
             f"`accel {name}` comes with the package {package}, which is not installed. Install it with: "
             f"{install_hint(None, package)}."
         )
-    known = [*_COMMANDS, *points]
-    raise LaunchError(f"unknown command {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")
+    names = [*_COMMANDS, *points]
+    raise LaunchError(f"unknown command {name!r}.{nearest(name, names)} Known: {', '.join(names)}.")
 
 
 def _help() -> str:

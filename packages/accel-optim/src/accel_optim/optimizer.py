@@ -156,7 +156,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             param_group: `params` and the group's own options.
         """
-        self.optimizer.add_param_group({**param_group, "params": self._present(param_group["params"])})
+        self.optimizer.add_param_group({**param_group, "params": self._trained(param_group["params"])})
         self.gradient_sync.register(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,16 +306,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
-    def _present(self, given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            return self.gradient_sync.trained_parameters([given])
-        if isinstance(given, set | frozenset):
-            return given  # torch rejects it: its order is not that of other processes
-        given = list(given)
+    def _trained(self, parameters: Any) -> Any:
+        if isinstance(parameters, torch.Tensor):
+            return self.gradient_sync.trained_parameters([parameters])
+        if isinstance(parameters, set | frozenset):
+            return parameters  # torch rejects it: its order is not that of other processes
+        parameters = list(parameters)
         # (name, parameter), which torch takes since 2.6.
-        if any(isinstance(item, tuple) for item in given):
-            return [(name, self.gradient_sync.trained_parameter(parameter)) for name, parameter in given]
-        return self.gradient_sync.trained_parameters(given)
+        if any(isinstance(item, tuple) for item in parameters):
+            return [(name, self.gradient_sync.trained_parameter(parameter)) for name, parameter in parameters]
+        return self.gradient_sync.trained_parameters(parameters)
 
     def _step_scaled(self, scaler: GradScaler, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:

@@ -283,12 +283,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 for number, step in enumerate(steps, 1)
             )
         for batches, step_rows, last in items:
-            known = (
+            actual_rows = (
                 self._last_step_rows(Step(batches, step_rows), info.last_rows)
                 if last and info.last_rows
                 else step_rows
             )
-            yield batches, known, last
+            yield batches, actual_rows, last
 
     def _read_map_style(self, run: EpochRun) -> Iterator[Any]:
         """Read a map-style dataset: the batches of all ranks in turn, or joined if they are sliced later."""
@@ -309,15 +309,16 @@ class DataLoaderDispatcher(PreparedLoader):
     def _counts_items(self) -> bool:
         return False
 
-    def _last_step_rows(self, step: Step, known: StepRows) -> StepRows:
+    def _last_step_rows(self, step: Step, sampler_rows: StepRows) -> StepRows:
         """Return the sizes in the last step, from those known to the sampler."""
         if self.slice_fn is not None and step.step_rows:
             rows = step.step_rows.rows
-            return StepRows(split_real_rows(sum(known.real), rows), rows)
+            return StepRows(split_real_rows(sum(sampler_rows.real), rows), rows)
         if not self._unbatched:
-            return known
+            return sampler_rows
         rows = tuple(0 if batch is NO_BATCH else count_rows(batch) for batch in step.batches)
-        return StepRows(tuple(size if real else 0 for size, real in zip(rows, known.real, strict=True)), rows)
+        real_rows = tuple(size if real else 0 for size, real in zip(rows, sampler_rows.real, strict=True))
+        return StepRows(real_rows, rows)
 
 
 class JoinedBatches:

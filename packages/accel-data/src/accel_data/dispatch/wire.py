@@ -198,11 +198,11 @@ def _difference(one: Any, other: Any, place: str) -> tuple[str, str, str] | None
     return None
 
 
-def _named(part: Any) -> str:
-    kind = f"a {type(part).__name__}"
-    if isinstance(part, torch.Tensor) or children(part) is None:
+def _named(value: Any) -> str:
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor) or children(value) is None:
         return kind
-    return f"{kind} of {keys(part) if not isinstance(part, (list, tuple)) else len(part)}"
+    return f"{kind} of {keys(value) if not isinstance(value, (list, tuple)) else len(value)}"
 
 
 def _is_mutable_leaf(node: Any) -> bool:

@@ -192,7 +192,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _check_skip_fits(self, epoch: int) -> None:
         """Warn if more batches are skipped than there are."""
-        count = self._known_batches()
+        count = self._num_batches_if_known()
         if count is None or self.skip_batches > count:
             have = f"the loader has {'no more' if count is None else count}"
             warn(
@@ -250,10 +250,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _skips_all(self) -> bool:
         # Only if something is skipped, since a length may be slow to compute.
-        count = self._known_batches() if self.skip_batches else None
+        count = self._num_batches_if_known() if self.skip_batches else None
         return count is not None and self.skip_batches >= count
 
-    def _known_batches(self) -> int | None:
+    def _num_batches_if_known(self) -> int | None:
         try:
             return self._num_batches()
         except TypeError:  # a stream or sampler without a length
@@ -271,7 +271,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Whether steps are counted in unbatched items of the dataset."""
         return self._unbatched and self._shard is not None
 
-    def _known_remainder(self) -> int:
+    def _remainder_if_known(self) -> int:
         real, total = None if self._shard is None else self._shard.num_real_samples, self.total_batch_size
         return -1 if self._drop_last or real is None or total is None else real % total
 

@@ -39,12 +39,12 @@ class DataLoaderStateMixin:
         """Begin an iteration: this loader becomes the active one of its gradient state."""
         self.reset()
         # Known before the first batch if there is a length: loops also read it at their beginning.
-        self.remainder = self._known_remainder()
+        self.remainder = self._remainder_if_known()
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """End the iteration: the previously active loader becomes the active one again."""
         self.gradient_state._remove_dataloader(self)
 
-    def _known_remainder(self) -> int:
+    def _remainder_if_known(self) -> int:
         return -1

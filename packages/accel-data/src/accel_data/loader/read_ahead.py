@@ -77,9 +77,9 @@ def read_ahead(read: Callable[[], _T | None], device: torch.device) -> Generator
         while result is not None:
             if ahead and not result.last:
                 reader.request()
-            given = time.perf_counter()
+            yielded_at = time.perf_counter()
             yield result
-            used_s = time.perf_counter() - given
+            used_s = time.perf_counter() - yielded_at
             if result.last:
                 return
             result = reader.take() if ahead else read()

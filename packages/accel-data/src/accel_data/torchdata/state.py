@@ -101,8 +101,8 @@ def to_torchdata(cursor: Cursor, plain: PlainLoader, worker_seed: int) -> dict[s
 
 def is_from_torchdata(state: Any) -> bool:
     """Whether a state is that of a plain StatefulDataLoader."""
-    known = isinstance(state, Mapping) and "version" not in state and _FINISHED in state
-    return known and ("_num_yielded" in state or "_snapshot" in state)
+    is_plain = isinstance(state, Mapping) and "version" not in state and _FINISHED in state
+    return is_plain and ("_num_yielded" in state or "_snapshot" in state)
 
 
 def from_torchdata(

@@ -223,10 +223,10 @@ def _setting_value(setting: Setting, key: str, value: Any, where: str) -> dict[s
 
 
 def _unknown(key: str, section: str, where: str) -> str:
-    known = {setting.key for setting in SETTINGS.values() if setting.key and setting.section == section}
+    keys = {setting.key for setting in SETTINGS.values() if setting.key and setting.section == section}
     if not section:
-        known |= CLUSTER_KEYS | SAGEMAKER_KEYS | set(section_names())
-    hint = nearest(key, sorted(known))
+        keys |= CLUSTER_KEYS | SAGEMAKER_KEYS | set(section_names())
+    hint = nearest(key, sorted(keys))
     home = next((name for name in section_names() if config_setting(key, name)), "")
     if home and not section:
         hint = f" It belongs in the section {home}."

@@ -41,7 +41,7 @@ class Machine:
         if mask is None or not self.gpus:
             return tuple(map(str, range(self.gpus)))
         seen: list[str] = []
-        for item in (part.strip() for part in mask.split(",")):
+        for item in (text.strip() for text in mask.split(",")):
             if not item or item.startswith("-") or (item.isdigit() and int(item) >= self.gpus):
                 break
             seen.append(item)

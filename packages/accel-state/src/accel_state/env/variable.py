@@ -138,7 +138,7 @@ def parse_flag(text: str) -> bool:
 
 def _parse_flags(text: str) -> tuple[bool, ...]:
     # Brackets as well: "(True, False)" is how a tuple is written into a variable by str().
-    return tuple(parse_flag(part) for part in text.strip().strip("()[]").split(","))
+    return tuple(parse_flag(flag) for flag in text.strip().strip("()[]").split(","))
 
 
 def _parse_int(text: str) -> int:

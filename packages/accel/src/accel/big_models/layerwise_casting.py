@@ -136,12 +136,12 @@ def attach_layerwise_casting_hooks(
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern
     layers = _layers(module, patterns or (), skip_modules_classes or ())
-    chosen = {id(part) for layer in layers.values() for part in layer.modules()}
+    chosen = {id(child) for layer in layers.values() for child in layer.modules()}
     others = {
         id(tensor)
-        for part in module.modules()
-        if id(part) not in chosen
-        for tensor in (*part._parameters.values(), *part._buffers.values())
+        for child in module.modules()
+        if id(child) not in chosen
+        for tensor in (*child._parameters.values(), *child._buffers.values())
     }
     hooks = []
     for name, layer in layers.items():
@@ -158,13 +158,13 @@ def _layers(
     """Find the layers to cast, by name."""
     found: dict[str, nn.Module] = {}
     passed: set[str] = set()  # modules that are skipped or found, with all inside of them
-    for name, part in module.named_modules():
+    for name, child in module.named_modules():
         inside = name != "" and name.rpartition(".")[0] in passed
-        skipped = isinstance(part, classes) or any(re.search(pattern, name) for pattern in patterns)
-        if inside or skipped or isinstance(part, _CAST):
+        skipped = isinstance(child, classes) or any(re.search(pattern, name) for pattern in patterns)
+        if inside or skipped or isinstance(child, _CAST):
             passed.add(name)
-            if not inside and not skipped and _casts(part):
-                found[name] = part
+            if not inside and not skipped and _casts(child):
+                found[name] = child
     return found
 
 
@@ -177,8 +177,8 @@ def _casts(layer: nn.Module) -> bool:
 
 def _check_no_hook(layer: nn.Module, name: str) -> None:
     hook = vars(layer).get("_hf_hook")
-    parts = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    if any(isinstance(part, LayerwiseCastingHook) for part in parts):
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    if any(isinstance(item, LayerwiseCastingHook) for item in hooks):
         raise ValueError(
             f"{name or type(layer).__name__} has a hook for layer-wise casting already. Remove it first: "
             "remove_hook_from_submodules(model)."
@@ -200,5 +200,5 @@ def _place(module: nn.Module, name: str) -> WeightPlace:
 def _put(place: WeightPlace, tensor: torch.Tensor) -> None:
     module, leaf = place
     # Assigned past nn.Module.__setattr__, which takes parameters alone: a cast one is no leaf of autograd.
-    held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
-    held[leaf] = tensor
+    table: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+    table[leaf] = tensor

@@ -164,10 +164,10 @@ class AccelLoader(InspectLoader):
         vars(real)["__getattr__"] = _explaining(real, vars(real).get("__getattr__"))
         # A function of a package may have the name of a module in it, as accel.utils.tqdm has. An import of
         # that module by the other name would put it in the function's place, were it not there already.
-        for name, part in list(sys.modules.items()):
+        for name, loaded in list(sys.modules.items()):
             package, _, child = name.rpartition(".")
-            if package == real.__name__ and vars(real).get(child, part) is not part:
-                sys.modules[f"{module.__name__}.{child}"] = part
+            if package == real.__name__ and vars(real).get(child, loaded) is not loaded:
+                sys.modules[f"{module.__name__}.{child}"] = loaded
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the module's code, with which `python -m` runs it.
@@ -248,13 +248,13 @@ def _view() -> ModuleType:
     return import_module(_NAME if is_active() else "accel")
 
 
-def _explaining(module: ModuleType, known: Callable[[str], Any] | None) -> Callable[[str], Any]:
+def _explaining(module: ModuleType, original: Callable[[str], Any] | None) -> Callable[[str], Any]:
     """Return a `__getattr__` for a module: it has `from accelerate.x import name` say where to ask."""
 
     def get(name: str) -> Any:
         try:
-            if known is not None:
-                return known(name)
+            if original is not None:
+                return original(name)
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         except AttributeError:
             if _is_import_from(sys._getframe(1)):
@@ -265,9 +265,9 @@ def _explaining(module: ModuleType, known: Callable[[str], Any] | None) -> Calla
 
 
 def _missing(module: str, name: str) -> ImportError:
-    asked = module.replace("accel", _NAME, 1)
+    requested = module.replace("accel", _NAME, 1)
     return ImportError(
-        f"cannot import name {name!r} from {asked!r}: {module} has no {name}. {_ASK}", name=asked
+        f"cannot import name {name!r} from {requested!r}: {module} has no {name}. {_ASK}", name=requested
     )
 
 

@@ -101,7 +101,8 @@ class XLAEngine(Engine):
                 "fsdp_plugin, megatron_lm_plugin and deepspeed_plugin, and the variables that ask for them, "
                 "are not supported on XLA devices, where every process has the full model. Leave them out."
             )
-        self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
+        # In order, as a dict of weak keys is, and a WeakSet is not.
+        self._optimizers: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Give the model the weights of the first process."""
@@ -119,8 +120,7 @@ class XLAEngine(Engine):
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
         )
-        # A dict of weak keys keeps their order, which a WeakSet does not.
-        self._known[prepared] = None
+        self._optimizers[prepared] = None
         return prepared
 
     # Gradients
@@ -132,7 +132,7 @@ class XLAEngine(Engine):
         if self.context.process.world_size == 1 or not state.sync_gradients or state.is_xla_gradients_synced:
             return
         # In order: all processes reduce the same gradients together.
-        for optimizer in self._known:
+        for optimizer in self._optimizers:
             _xla_model().reduce_gradients(optimizer.optimizer)
         state.is_xla_gradients_synced = True
 

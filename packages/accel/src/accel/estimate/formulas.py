@@ -93,9 +93,9 @@ def training_bytes(
     Raises:
         ValueError: If the dtype, the engine, the optimizer or the number is not one that is known.
     """
-    for word, known in ((dtype, BYTES), (engine, ENGINES), (optimizer, OPTIMIZER_STATES)):
-        if word not in known:
-            raise ValueError(f"{word!r} is not known; known: {', '.join(known)}.")
+    for word, allowed in ((dtype, BYTES), (engine, ENGINES), (optimizer, OPTIMIZER_STATES)):
+        if word not in allowed:
+            raise ValueError(f"{word!r} is not known; known: {', '.join(allowed)}.")
     if processes < 1:
         raise ValueError(f"processes={processes} is not allowed; allowed: 1 or more.")
     # Integers are for inference alone.

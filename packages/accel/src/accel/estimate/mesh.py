@@ -89,8 +89,8 @@ def block_of(name: str) -> str:
         name: The parameter's full name.
     """
     parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdecimal():
+    for index, piece in enumerate(parts):
+        if piece.isdecimal():
             return ".".join(parts[: index + 1])
     return ".".join(parts[:-1])
 
@@ -121,17 +121,17 @@ def mesh_bytes(
     local, rest, layers = 0, 0, {"": 0}
     for name, shape in shapes.items():
         # A parameter without dimensions has one element.
-        part = list(shape) or [1]
+        local_shape = list(shape) or [1]
         if name in split:
-            part[split[name]] = math.ceil(part[split[name]] / mesh.tp)
+            local_shape[split[name]] = math.ceil(local_shape[split[name]] / mesh.tp)
         block = block_of(name)
         if block.rpartition(".")[2].isdecimal():
-            layers[block] = layers.get(block, 0) + math.prod(part)
+            layers[block] = layers.get(block, 0) + math.prod(local_shape)
         else:
-            rest += math.prod(part)
+            rest += math.prod(local_shape)
         # FSDP2 cuts dimension 0, and the first process has the remainder.
-        part[0] = math.ceil(part[0] / mesh.shards)
-        local += math.prod(part)
+        local_shape[0] = math.ceil(local_shape[0] / mesh.shards)
+        local += math.prod(local_shape)
     b = BYTES[dtype]
     is_ddp = mesh.processes == mesh.dp_replicate > 1  # with shards, FSDP2 reduces without buckets
     return MeshBytes(

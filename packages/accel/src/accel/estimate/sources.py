@@ -122,8 +122,8 @@ def _call(name: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, and console scripts do not
     try:
         target: Any = importlib.import_module(where)
-        for part in attribute.split("."):
-            target = getattr(target, part)
+        for child in attribute.split("."):
+            target = getattr(target, child)
         with torch.device("meta"):
             # On the meta device, as the model may be larger than this machine.
             module = target()

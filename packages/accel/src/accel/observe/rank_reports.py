@@ -38,7 +38,7 @@ class RankReports:
             # A key per rank, so that no rank waits for another one here.
             number = self._store.add(f"accel/{topic}/starts/{process.rank}", 1)
         self._prefix = f"accel/{topic}/{number}"
-        self._own: dict[str, Any] = {}  # the main process's reports, by name
+        self._local: dict[str, Any] = {}  # the main process's reports, by name
 
     def send(self, name: str, report: Any) -> None:
         """Send a report.
@@ -48,7 +48,7 @@ class RankReports:
             report: Values that JSON has.
         """
         if self._process.is_main:
-            self._own[name] = report
+            self._local[name] = report
         elif self._store is not None:
             try:
                 self._store.set(f"{self._prefix}/{name}/{self._process.rank}", json.dumps(report))
@@ -64,7 +64,7 @@ class RankReports:
             partial: Also return the reports that came if some did not; otherwise None then.
         """
         store, others = self._store, range(1, self._process.world_size)
-        reports = {0: self._own[name]}
+        reports = {0: self._local[name]}
         if store is not None:
             keys = {rank: f"{self._prefix}/{name}/{rank}" for rank in others}
             try:
@@ -78,5 +78,5 @@ class RankReports:
                 if store.check([key]):
                     reports[rank] = json.loads(store.get(key))
                     store.delete_key(key)
-        del self._own[name]
+        del self._local[name]
         return reports

@@ -35,7 +35,7 @@ def run_command(
     Raises:
         RuntimeError: If the command fails: the command, its exit code and what it wrote.
     """
-    command = [str(part) for part in command]
+    command = [str(word) for word in command]
     run = subprocess.run(
         command,
         stdout=subprocess.PIPE,

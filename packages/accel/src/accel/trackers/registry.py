@@ -65,7 +65,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             "a `name`, by which log_with finds it."
         )
     # The same class twice is no mistake: its module may be run again.
-    if is_known(name) and REGISTERED.get(name) is not tracker_class:
+    if has_tracker(name) and REGISTERED.get(name) is not tracker_class:
         warn(f"There is a tracker {name!r} already: {tracker_class.__name__} takes its place in log_with.")
     REGISTERED[name] = tracker_class
 
@@ -113,8 +113,8 @@ def filter_trackers(
             )
         name = str(getattr(item, "value", item))
         # Built-in names in any case; those that are registered as their classes have them.
-        name = name if is_known(name) else name.lower()
-        _check_known(name)
+        name = name if has_tracker(name) else name.lower()
+        _check_name(name)
         if name not in get_available_trackers():
             warn(
                 f"log_with asks for {name!r}, whose library is not installed: nothing is logged there. "
@@ -135,7 +135,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     return found
 
 
-def is_known(name: str) -> bool:
+def has_tracker(name: str) -> bool:
     """Whether a tracker of this name is built in or registered."""
     return name in TRACKERS or name in REGISTERED
 
@@ -151,12 +151,12 @@ def _all_that_can_start(logging_dir: str | os.PathLike[str] | None) -> list[str]
     return [name for name in names if name not in without]
 
 
-def _check_known(name: str) -> None:
-    if is_known(name):
+def _check_name(name: str) -> None:
+    if has_tracker(name):
         return
-    known = [*TRACKERS, *(item for item in REGISTERED if item not in TRACKERS)]
-    hint = did_you_mean(name, known)
-    raise ValueError(f"log_with got {name!r}; it takes all, {', '.join(known)}, or a GeneralTracker.{hint}")
+    names = [*TRACKERS, *(item for item in REGISTERED if item not in TRACKERS)]
+    hint = did_you_mean(name, names)
+    raise ValueError(f"log_with got {name!r}; it takes all, {', '.join(names)}, or a GeneralTracker.{hint}")
 
 
 def _check_logging_dir(name: str, logging_dir: str | os.PathLike[str] | None) -> None:

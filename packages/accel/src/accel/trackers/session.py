@@ -10,7 +10,7 @@ from accel.trackers.registry import (
     TRACKERS,
     filter_trackers,
     get_available_trackers,
-    is_known,
+    has_tracker,
     tracker_class,
 )
 from accel_state import env
@@ -107,7 +107,7 @@ class TrackerSession(Observer):
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         names = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
-        has_no_library = is_known(name) and name not in get_available_trackers()
+        has_no_library = has_tracker(name) and name not in get_available_trackers()
         if has_no_library or is_verifying() or (name in names and self.finished_trackers is not None):
             return BlankTracker()
         if name in names:
@@ -231,7 +231,7 @@ class TrackerSession(Observer):
         names = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
         for name in options:
             # Scripts hold options for several trackers, and ask for one of them.
-            if name not in names and not is_known(name):
+            if name not in names and not has_tracker(name):
                 hint = did_you_mean(name, [*TRACKERS, *names])
                 warn(f"{argument} has {name!r}, and there is no tracker of that name.{hint}")
         return options

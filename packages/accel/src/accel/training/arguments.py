@@ -126,11 +126,11 @@ def warn_unread(handlers: Handlers, engine: Engine) -> None:
     for field, reason in engine.ignored_handlers.items():
         handler = getattr(handlers, field)
         unset = {} if handler is None else vars(type(handler)())  # defaults may come from the environment
-        given = [name for name in unset if vars(handler)[name] != unset[name]]
-        chosen = [name for name in given if name not in _ALWAYS_PASSED]
-        if given:
-            said = ", ".join(f"{name}={vars(handler)[name]!r}" for name in chosen or given)
-            message = f"{type(handler).__name__}({said}) is ignored under {engine.name}: {reason}."
+        changed = [name for name in unset if vars(handler)[name] != unset[name]]
+        chosen = [name for name in changed if name not in _ALWAYS_PASSED]
+        if changed:
+            settings = ", ".join(f"{name}={vars(handler)[name]!r}" for name in chosen or changed)
+            message = f"{type(handler).__name__}({settings}) is ignored under {engine.name}: {reason}."
             if chosen:
                 warn(message)
             else:
@@ -187,8 +187,8 @@ def resolve_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[RNGType
 def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
     """Raise TypeError for keyword arguments that a function does not have."""
     for name in unknown:
-        known = [*inspect.signature(function).parameters]
-        raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, known)}")
+        names = [*inspect.signature(function).parameters]
+        raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, names)}")
 
 
 def resolve_deprecated(

@@ -58,8 +58,8 @@ def set_accumulation_steps(run: Run, steps: int) -> None:
 def backward(run: Run, loss: torch.Tensor, weight: float | torch.Tensor | None, **kwargs: Any) -> None:
     """See `Accelerator.backward`."""
     if run.lomo is not None or "learning_rate" in kwargs:
-        given: dict[str, Any] = {} if weight is None else {"weight": weight}
-        _backward_that_steps(run, loss, **given, **kwargs)
+        weight_option: dict[str, Any] = {} if weight is None else {"weight": weight}
+        _backward_that_steps(run, loss, **weight_option, **kwargs)
         return
     events = run.gradient_state.events
     if weight is None:
@@ -174,8 +174,8 @@ def unscale_gradients(run: Run, optimizer: Any) -> None:
         events.publish_gradients()
     chosen: Sequence[Any] = run.prepared.optimizers
     if optimizer is not None:
-        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        chosen = [find_prepared_optimizer(run, item) for item in given]
+        requested = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        chosen = [find_prepared_optimizer(run, item) for item in requested]
     for item in chosen:
         item.unscale_gradients()
 
@@ -192,10 +192,10 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         has_some = true_on_any_rank(run.scaler, [has_any_parameter(item, wanted) for item in optimizers])
         # The processes agree, since unscaling is a collective where each has shards of the gradients.
         owners = [item for item, has in zip(optimizers, has_some, strict=True) if has]
-        held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
-        if wanted - held:
+        unscaled = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
+        if wanted - unscaled:
             raise ValueError(
-                f"{len(wanted - held)} of the {len(wanted)} gradients to clip are multiplied by the loss "
+                f"{len(wanted - unscaled)} of the {len(wanted)} gradients to clip are multiplied by the loss "
                 "scale of fp16 training, and no prepared optimizer has their parameters, so they are "
                 "never divided by it. Pass the optimizer to prepare() as well."
             )

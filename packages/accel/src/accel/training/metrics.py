@@ -72,7 +72,7 @@ def gather_for_metrics(
     # Before the first collective: a process that has left the loop would leave the others in it.
     uneven_monitor = getattr(loader, "uneven_monitor", None)
     if uneven_monitor is not None:
-        _meet(loader, uneven_monitor, process)
+        _wait_for_all_ranks(loader, uneven_monitor, process)
     if use_gather_object or not _holds_only_tensors(data):
         if padding is not None:
             data = _cut_objects(data, padding.of(shard[0]))
@@ -171,11 +171,12 @@ def _padding(passes: Sequence[LoaderPass], size: int, is_training: bool) -> _Pad
     real: dict[tuple[int, ...], tuple[int, ...]] = {}
     unclear = set()
     for one in passes:
-        for rows, own in _real_rows_of(one, size).items():
+        for rows, real_rows in _real_rows_of(one, size).items():
             # One batch is not enough to tell that loaders are read side by side.
-            if real.setdefault(rows, own) != own and one.is_open and min(one.batches, passes[0].batches) > 1:
+            is_enough = one.is_open and min(one.batches, passes[0].batches) > 1
+            if real.setdefault(rows, real_rows) != real_rows and is_enough:
                 unclear.add(rows)
-    if real and all(rows == own for rows, own in real.items()):
+    if real and all(rows == real_rows for rows, real_rows in real.items()):
         return None
     # After a loop that gathered its batches nothing is left that could count padding.
     uncounted = [one for one in passes if one.is_open or not one.is_gathered]
@@ -208,7 +209,7 @@ def _fill(loader: Any | None, size: int) -> StepRows | None:
     return StepRows(real, loader.batch_rows)
 
 
-def _meet(loader: Any, uneven_monitor: UnevenLoaderMonitor, process: ProcessInfo) -> None:
+def _wait_for_all_ranks(loader: Any, uneven_monitor: UnevenLoaderMonitor, process: ProcessInfo) -> None:
     """Make sure that all processes have this step, where each reads its own shard.
 
     Debug mode compares what processes call, and waits for those that come late by itself.
@@ -397,8 +398,8 @@ def _real_rows(rows: tuple[int, ...], padding: _Padding | None) -> tuple[int, ..
 
 
 def _expected(padding: _Padding) -> str:
-    known = " or ".join(str(sum(rows)) for rows in padding.real)
-    return f" (it could cut {known} rows)" if known else ""
+    counts = " or ".join(str(sum(rows)) for rows in padding.real)
+    return f" (it could cut {counts} rows)" if counts else ""
 
 
 def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:

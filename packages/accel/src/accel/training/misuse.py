@@ -345,8 +345,8 @@ def _unprepared_optimizers(run: Run, of_models: bool = False) -> list[torch.opti
         if id(item) not in prepared and not isinstance(item, AcceleratedOptimizer)
     ]
     if of_models:
-        known = {id(item) for item in _prepared_parameters(run)}
-        found = [item for item in found if any(id(each) in known for each in _parameters(item))]
+        prepared_ids = {id(item) for item in _prepared_parameters(run)}
+        found = [item for item in found if any(id(each) in prepared_ids for each in _parameters(item))]
     return found
 
 

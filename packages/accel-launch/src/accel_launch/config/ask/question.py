@@ -111,8 +111,8 @@ def ask_if(when: Test, questions: Iterable[Question]) -> list[Question]:
         questions: The questions.
     """
 
-    def both(own: Test, answers: Answers) -> bool:
-        return when(answers) and own(answers)
+    def both(question_test: Test, answers: Answers) -> bool:
+        return when(answers) and question_test(answers)
 
     # partial, as a closure would have the test of the last question alone.
     return [replace(question, when=partial(both, question.when)) for question in questions]

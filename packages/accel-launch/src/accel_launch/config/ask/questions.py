@@ -240,16 +240,16 @@ def _with_default(question: Question, before: Answers) -> Question:
     """Let an earlier answer be the default, if it is one that may be given now."""
     if question.name not in before:
         return question
-    earlier, own = before[question.name], question.default
+    earlier, preset = before[question.name], question.default
 
     def default(answers: Answers) -> Any:
         if question.choices:
             # The file may be of another machine, where other answers were possible.
-            return earlier if earlier in [value for value, _ in question.choices] else own(answers)
+            return earlier if earlier in [value for value, _ in question.choices] else preset(answers)
         try:
             question.check(earlier, answers)
         except (ValueError, TypeError):
-            return own(answers)
+            return preset(answers)
         return earlier
 
     return replace(question, default=default)

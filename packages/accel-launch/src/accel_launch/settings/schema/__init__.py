@@ -80,15 +80,15 @@ def config_setting(key: str, section: str = "") -> Setting | None:
     return _BY_KEY.get((section, key)) or _BY_KEY.get((section, _PREFIXES.get(section, "") + key))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return a hint naming the known word nearest to an unknown one, or an empty string if none is near.
 
     Args:
         word: The unknown word.
-        known: The known ones.
+        words: The known ones.
     """
     from difflib import get_close_matches
 
     # 0.6 is difflib's default: near enough for typing errors, far enough for other words.
-    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    found = get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f" Did you mean {found[0]}?" if found else ""

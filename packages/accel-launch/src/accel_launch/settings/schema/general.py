@@ -35,7 +35,7 @@ def machine_range(text: str) -> int | str:
         ValueError: If it is neither, below 1, or MIN is above MAX.
     """
     # int() raises ValueError for anything but a number, as this function has to.
-    parts = [int(part) for part in text.split(":")]
+    parts = [int(number) for number in text.split(":")]
     if len(parts) > 2 or min(parts) < 1 or parts != sorted(parts):
         raise ValueError(text)
     return parts[0] if parts[0] == parts[-1] else f"{parts[0]}:{parts[1]}"

@@ -162,24 +162,24 @@ class _Blocks:
         self.seen.add(id(module))
         is_block = name in self.offloads and name in self.devices
         block = name if is_block else block
-        options, whole, hook = self.options, False, None
+        options, preload, hook = self.options, False, None
         # What leaves the model is where its inputs were. One hook for both: a second one would see inputs
         # that the first has moved.
         is_root = not name
         if block is not None:
             device, offload = self.devices[block], self.offloads[block]
-            whole = options.preloads(module)
-            if offload and (_has_own(module) or whole):
-                hook = options.hook(device, True, name, place_submodules=whole, io_same_device=is_root)
+            preload = options.preloads(module)
+            if offload and (_has_direct_weights(module) or preload):
+                hook = options.hook(device, True, name, place_submodules=preload, io_same_device=is_root)
             # A module without weights computes wherever its inputs are, and needs no hook.
-            elif is_block or _has_any(module, self.weighty):
-                hook = options.hook(device, place_submodules=whole and not offload, io_same_device=is_root)
+            elif is_block or _has_weights(module, self.weighty):
+                hook = options.hook(device, place_submodules=preload and not offload, io_same_device=is_root)
         if is_root and hook is None:
             hook = options.hook(self.devices.get(""), io_same_device=True)
         if hook is not None:
             add_hook_to_module(module, hook, append=True)
         # Else its own hook brings the weights of all modules inside it.
-        if not whole:
+        if not preload:
             for child_name, child in module.named_children():
                 self.attach(child, f"{name}.{child_name}" if name else child_name, block)
 
@@ -191,33 +191,34 @@ def _attach_where_weights_are(
     if id(module) in seen:
         return
     seen.add(id(module))
-    whole = offload and options.preloads(module)
-    if whole or _has_own(module):
-        add_hook_to_module(module, options.hook(device, offload, name, place_submodules=whole), append=True)
-    if not whole:
+    preload = offload and options.preloads(module)
+    if preload or _has_direct_weights(module):
+        add_hook_to_module(module, options.hook(device, offload, name, place_submodules=preload), append=True)
+    if not preload:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             _attach_where_weights_are(child, device, offload, options, path, seen)
 
 
-def _attach_to_resident(module: nn.Module, device: Device, options: _Options, known: dict[int, bool]) -> None:
-    if "_hf_hook" not in vars(module) and _has_any(module, known):
+def _attach_to_resident(module: nn.Module, device: Device, options: _Options, cache: dict[int, bool]) -> None:
+    if "_hf_hook" not in vars(module) and _has_weights(module, cache):
         add_hook_to_module(module, options.hook(device))
     if not options.is_named(module):
         for child in module.children():
-            _attach_to_resident(child, device, options, known)
+            _attach_to_resident(child, device, options, cache)
 
 
-def _has_own(module: nn.Module) -> bool:
+def _has_direct_weights(module: nn.Module) -> bool:
     tables = (module._parameters, module._buffers)
     return any(value is not None for table in tables for value in table.values())
 
 
-def _has_any(module: nn.Module, known: dict[int, bool]) -> bool:
+def _has_weights(module: nn.Module, cache: dict[int, bool]) -> bool:
     """Whether a module or one inside of it has weights; each is looked at once."""
-    if id(module) not in known:
-        known[id(module)] = _has_own(module) or any(_has_any(child, known) for child in module.children())
-    return known[id(module)]
+    if id(module) not in cache:
+        inside = (_has_weights(child, cache) for child in module.children())
+        cache[id(module)] = _has_direct_weights(module) or any(inside)
+    return cache[id(module)]
 
 
 def _by_name(

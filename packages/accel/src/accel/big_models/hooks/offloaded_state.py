@@ -49,8 +49,8 @@ class _OffloadedState:
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for slot in self.slots:
-            held = state_dict.get(prefix + slot.name)
-            if isinstance(held, torch.Tensor) and held.is_meta:
+            existing = state_dict.get(prefix + slot.name)
+            if isinstance(existing, torch.Tensor) and existing.is_meta:
                 # A mapped weight stays on the disk until it is used.
                 state_dict[prefix + slot.name] = self.value(slot).detach().to(slot.placeholder.dtype)
 

@@ -69,17 +69,17 @@ class Kept:
 
     def put_back(self, tied_params_map: TiedParameters | None) -> None:
         """Bring the tensor to where it was, once for all modules that share it."""
-        held: torch.Tensor | None = self.table.get(self.leaf)
-        if held is None or META in (held.device, self.device):
+        current: torch.Tensor | None = self.table.get(self.leaf)
+        if current is None or META in (current.device, self.device):
             return
         back: Copies = {}
         # Looked for among all copies: their keys may have no number ("cuda"), which a tensor's device has.
-        shared = self.tied is not None and any(held is copy for copy in self.tied.values())
+        shared = self.tied is not None and any(current is copy for copy in self.tied.values())
         if tied_params_map is not None and shared:
             # It lives in the map, so that its key stays its own.
-            back = tied_params_map.setdefault(tied_key(held), {})
+            back = tied_params_map.setdefault(tied_key(current), {})
         if self.device not in back:
-            back[self.device] = move(held, held, self.device)
+            back[self.device] = move(current, current, self.device)
         self.table[self.leaf] = back[self.device]
 
 
@@ -117,12 +117,12 @@ def list_tensors(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[dic
         The table that has the tensor, the key there, its name and its kind: "parameter", "buffer" or "own
         buffer" for one that is not in the state dict.
     """
-    for path, part in modules:
+    for path, module in modules:
         prefix = f"{path}." if path else ""
-        for leaf, parameter in part._parameters.items():
+        for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                yield part._parameters, leaf, prefix + leaf, "parameter"
-        for leaf, buffer in part._buffers.items():
+                yield module._parameters, leaf, prefix + leaf, "parameter"
+        for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                kind = "own buffer" if leaf in unsaved_buffers(part) else "buffer"
-                yield part._buffers, leaf, prefix + leaf, kind
+                kind = "own buffer" if leaf in unsaved_buffers(module) else "buffer"
+                yield module._buffers, leaf, prefix + leaf, kind

@@ -21,7 +21,7 @@ class UpdatedBuffers:
 
     def __init__(self) -> None:
         # Buffers by name, as they were before the calls that are running.
-        self._given: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
         self._slots: list[Slot] = []
 
     def watch(self, slot: Slot, value: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class UpdatedBuffers:
             slot: The buffer's.
             value: What was put in its place, from `versioned_copy`.
         """
-        self._given[slot.name] = value
+        self._before[slot.name] = value
 
     def take_from(self, slots: list[Slot], stored: Callable[[Slot], torch.Tensor], *, training: bool) -> None:
         """Take those that a forward has updated out of a list, and leave them where they are.
@@ -41,21 +41,21 @@ class UpdatedBuffers:
             stored: Returns what is stored of one.
             training: Whether the module is in training.
         """
-        if self._given:
+        if self._before:
             updated = {slot.name for slot in slots if self._is_updated(slot, stored, training)}
             self._slots += [slot for slot in slots if slot.name in updated]
             slots[:] = [slot for slot in slots if slot.name not in updated]
-            self._given.clear()
+            self._before.clear()
 
     def _is_updated(self, slot: Slot, stored: Callable[[Slot], torch.Tensor], training: bool) -> bool:
-        given = self._given.get(slot.name)
-        if given is None:
+        before = self._before.get(slot.name)
+        if before is None:
             return False
-        held = slot.table[slot.leaf]
-        if held is not given or given._version > 0:
+        current = slot.table[slot.leaf]
+        if current is not before or before._version > 0:
             return True
         # What is written through .data, as some do in training, is not counted.
-        return training and not torch.equal(held, bring_to(held.device, stored(slot), held))
+        return training and not torch.equal(current, bring_to(current.device, stored(slot), current))
 
     def bring_back(self, devices: Mapping[str, torch.device]) -> None:
         """Bring those that were taken to their devices; what came from the meta device stays where it is.
@@ -64,6 +64,6 @@ class UpdatedBuffers:
             devices: Where each was before it was offloaded, by name.
         """
         for slot in self._slots:
-            held, device = slot.table[slot.leaf], devices[slot.name]
-            if held is not None and device != META:
-                slot.table[slot.leaf] = held.to(device)
+            current, device = slot.table[slot.leaf], devices[slot.name]
+            if current is not None and device != META:
+                slot.table[slot.leaf] = current.to(device)

@@ -71,10 +71,10 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         yield
     finally:
         for name, value in before.items():
-            held = module._parameters[name]
-            if held is not None and held is not value and META not in (held.device, value.device):
+            current = module._parameters[name]
+            if current is not None and current is not value and META not in (current.device, value.device):
                 with torch.no_grad():
-                    value.copy_(held)  # what was changed meanwhile
+                    value.copy_(current)  # what was changed meanwhile
             module._parameters[name] = value  # type: ignore[assignment]
 
 
@@ -117,29 +117,32 @@ def _is_quantized(value: torch.Tensor) -> bool:
 def _keep_changes(module: nn.Module, hook: AlignDevicesHook, versions: dict[str, Any]) -> None:
     """Store what was changed of offloaded parameters; what is stored would come back the next time."""
     for slot in hook.slots:
-        held = slot.table.get(slot.leaf)
-        if slot.is_buffer or held is None or held.is_meta:  # a buffer that has changed stays in the module
+        current = slot.table.get(slot.leaf)
+        # A buffer that has changed stays in the module.
+        if slot.is_buffer or current is None or current.is_meta:
             continue
         assert hook.weights_map is not None
         stored = hook.weights_map[slot.name]
-        if held is stored:
+        if current is stored:
             continue
         if _is_quantized(stored):
             was, version = versions[slot.name]
-            if held is not was or _version(held)[1] != version:
+            if current is not was or _version(current)[1] != version:
                 raise ValueError(
                     f"{slot.name} of {type(module).__name__} is quantized ({type(stored).__name__}) and "
                     "offloaded, so that changes to it cannot be stored: remove its hook first "
                     "(accel.hooks.remove_hook_from_submodules)."
                 )
             continue
-        if held.shape != stored.shape:
+        if current.shape != stored.shape:
             raise ValueError(
-                f"{slot.name} of {type(module).__name__} has the shape {list(held.shape)} now, and "
+                f"{slot.name} of {type(module).__name__} has the shape {list(current.shape)} now, and "
                 f"{list(stored.shape)} where it is offloaded: remove its hook first."
             )
-        if held.data_ptr() != stored.data_ptr() and not torch.equal(held, move(stored, held, held.device)):
-            replace_offloaded(hook.weights_map, slot.name, held.detach().cpu())
+        if current.data_ptr() == stored.data_ptr():
+            continue
+        if not torch.equal(current, move(stored, current, current.device)):
+            replace_offloaded(hook.weights_map, slot.name, current.detach().cpu())
 
 
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:

@@ -123,7 +123,7 @@ def collect(
     """
     root = None if folder is None else Path(folder)
     found = Offloaded(folder=root, own_readers=open_folders_of(model))
-    known: Index | None = None
+    folder_index: Index | None = None
     groups: dict[int, list[str]] = {}
     tensors = named_tensors(model)
     states = (vars(tensor).get("quant_state") for tensor, _ in tensors.values())
@@ -139,18 +139,18 @@ def collect(
         wanted = [name for name in names if places[name] is not None]
         if not wanted or kind == "own buffer" or (kind == "buffer" and not offload_buffers):
             continue
-        given = next((state_dict[name] for name in names if name in state_dict), None)
-        value = tensor if given is None else given
+        provided = next((state_dict[name] for name in names if name in state_dict), None)
+        value = tensor if provided is None else provided
         # A tied weight that one module keeps in memory is there for all.
         # Tied names may have their own places in a map.
         on_disk = all(places[name] == "disk" for name in names)
         listed = index or {}
         # The folder's index is read once, and only where a weight has no values elsewhere.
-        if value.is_meta and known is None and index is None and root is not None:
-            known = read_offload_index(root) if (root / "index.json").exists() else {}
+        if value.is_meta and folder_index is None and index is None and root is not None:
+            folder_index = read_offload_index(root) if (root / "index.json").exists() else {}
         entry_name = next((name for name in names if name in listed), None)
         if entry_name is None and value.is_meta:
-            listed = known or {}
+            listed = folder_index or {}
             entry_name = next((name for name in names if name in listed), None)
         if entry_name is not None and (on_disk or value.is_meta):
             entry = {"weight_name": entry_name, **listed[entry_name]}

@@ -78,7 +78,7 @@ def first_modules(device_map: dict[str, int]) -> list[str]:
     return [name for stage, name in sorted(first.items()) if stage > 0]
 
 
-def _units(model: nn.Module, stages: int, whole: set[str]) -> list[_Unit]:
+def _units(model: nn.Module, stages: int, not_split: set[str]) -> list[_Unit]:
     """Split a model until there are enough parts and none is larger than a stage should be."""
     counted: set[int] = set()
     sizes: dict[str, int] = {}
@@ -88,7 +88,7 @@ def _units(model: nn.Module, stages: int, whole: set[str]) -> list[_Unit]:
             counted.add(id(parameter))
             sizes[name] = parameter.nbytes
     units = [_unit("", model, sizes)]
-    share = units[0].size / stages
+    even_size = units[0].size / stages
     while True:
         # A list of modules is never called itself, so that no stage can begin there.
         lists = [unit for unit in units if isinstance(unit.module, (nn.ModuleList, nn.ModuleDict))]
@@ -98,8 +98,8 @@ def _units(model: nn.Module, stages: int, whole: set[str]) -> list[_Unit]:
             for unit in units
             if unit.module is not None
             and any(unit.module.children())
-            and type(unit.module).__name__ not in whole
-            and (few or unit.size > share)
+            and type(unit.module).__name__ not in not_split
+            and (few or unit.size > even_size)
         ]
         if not lists and not large:
             return units
@@ -111,9 +111,9 @@ def _units(model: nn.Module, stages: int, whole: set[str]) -> list[_Unit]:
 def _inside(unit: _Unit, sizes: dict[str, int]) -> list[_Unit]:
     assert unit.module is not None
     prefix = f"{unit.name}." if unit.name else ""
-    held = [*unit.module._parameters, *unit.module._buffers]
+    names = [*unit.module._parameters, *unit.module._buffers]
     # 0 for a tied weight, which has been counted where it comes first.
-    weights = [_Unit(prefix + name, None, sizes.get(prefix + name, 0)) for name in held]
+    weights = [_Unit(prefix + name, None, sizes.get(prefix + name, 0)) for name in names]
     return [*weights, *(_unit(prefix + name, child, sizes) for name, child in unit.module.named_children())]
 
 

@@ -125,14 +125,14 @@ class Stage(nn.Module):
         Returns:
             What `gives` names, each `(batch, *)`.
         """
-        known: dict[str, Any] = dict(zip(self.takes, values, strict=True))
-        known[self._call] = self.part(
-            *(known[value] if isinstance(value, _Name) else value for value in self._arguments)
+        values_by_name: dict[str, Any] = dict(zip(self.takes, values, strict=True))
+        values_by_name[self._call] = self.part(
+            *(values_by_name[value] if isinstance(value, _Name) else value for value in self._arguments)
         )
         for name, source, key in self._items:
-            known[name] = known[source][key]
+            values_by_name[name] = values_by_name[source][key]
         # Tensors are sent to the next process, which takes their memory as it is.
-        return tuple(known[name].contiguous() for name in self.gives)
+        return tuple(values_by_name[name].contiguous() for name in self.gives)
 
 
 class _Name(str):
@@ -214,8 +214,8 @@ def _stages(graph_module: fx.GraphModule) -> list[Stage]:
         gives = outputs
         if place < len(calls) - 1:
             gives = [node.name for node in nodes[:-1] if _crosses(node, place, made_by, order, output)]
-        part = graph_module.get_submodule(str(call.target))
-        stages.append(Stage(part, takes, call, after, gives))
+        module = graph_module.get_submodule(str(call.target))
+        stages.append(Stage(module, takes, call, after, gives))
         takes = gives
     return stages
 

@@ -93,7 +93,8 @@ def _warn_of_unused(layout: ModelLayers, targets: list[Target], plan: PlacementP
     warn(
         f"Layers are offloaded, and no layer is placed on the device {devices}: the next one does not fit "
         "in addition to the space reserved for offloaded layers. The largest is "
-        f"{largest.names[0]} ({largest.size:.0f} bytes). Give more in max_memory, or fewer no_split_module_classes.{hint}"
+        f"{largest.names[0]} ({largest.size:.0f} bytes). Give more in max_memory, or fewer "
+        f"no_split_module_classes.{hint}"
     )
 
 
@@ -137,8 +138,8 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
         )
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    known = {"", *tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
-    unknown = [name for name in device_map if name not in known]
+    names = {"", *tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    unknown = [name for name in device_map if name not in names]
     surplus = ""
     if unknown:
         surplus = (

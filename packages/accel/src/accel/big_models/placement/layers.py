@@ -76,9 +76,9 @@ class _Found:
         elif type(module).__name__ in self.kept:
             self.add((name,), module.named_modules(prefix=name))
         else:
-            own = [*_present(module._parameters), *_present(module._buffers)]
-            if own:
-                self.add(tuple(_join(name, key) for key in own), [(name, module)])
+            leaves = [*_existing(module._parameters), *_existing(module._buffers)]
+            if leaves:
+                self.add(tuple(_join(name, key) for key in leaves), [(name, module)])
                 self.levels[level + 1].append((first, first + 1))
             for child_name, child in module.named_children():
                 self.visit(_join(name, child_name), child, level + 1)
@@ -103,12 +103,12 @@ class _Found:
         """Note that a layer has a tensor; return the bytes that this adds to the layer."""
         # By identity: tensors compare by value, and those of the meta device have none.
         number = id(tensor)
-        known = self.tensors.get(number)
-        if known is None:
+        recorded = self.tensors.get(number)
+        if recorded is None:
             size = self.size_of(_join(path, key), tensor)
             self.tensors[number] = index, size
             return size
-        first, size = known
+        first, size = recorded
         if first == index:
             return 0
         users = self.users.setdefault(number, [first])
@@ -118,7 +118,7 @@ class _Found:
         return size
 
 
-def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def _existing(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

@@ -156,7 +156,7 @@ class _Placer:
     room: float = 0
     empty: bool = True
     used_accelerator: bool = False
-    held: set[int] = field(default_factory=set)
+    placed_tensors: set[int] = field(default_factory=set)
     # The kind of device on which ties are placed one by one, as none of it has room for all; by first layer.
     separate: dict[int, str] = field(default_factory=dict)
 
@@ -213,7 +213,7 @@ class _Placer:
                 f"{layer.names[0]} ({layer.size:.0f} bytes) has no room left on any device of max_memory "
                 f'({rooms}). Give more memory, or leave "disk" out of max_memory, which is then not limited.'
             )
-        self.room, self.empty, self.held = self.room_on(self.targets[self.current]), True, set()
+        self.room, self.empty, self.placed_tensors = self.room_on(self.targets[self.current]), True, set()
 
     def room_on(self, target: Target) -> float:
         """Return the bytes that a device has for layers when it is the next to be filled."""
@@ -230,10 +230,10 @@ class _Placer:
             group = [other for other in tied if self.placed[other] is None]
             if self.put(group):
                 return True
-            whole = self.cost(group, set())
+            size_of_all = self.cost(group, set())
             later = (target for target in self.targets[self.current + 1 :] if target.kind == kind)
             # They wait for a later device of the kind, which has room for all of them.
-            if any(whole <= self.room_on(target) for target in later):
+            if any(size_of_all <= self.room_on(target) for target in later):
                 return False
             self.separate[tied[0]] = kind
         return self.put([index])
@@ -254,21 +254,21 @@ class _Placer:
         """Put layers on the current device if they fit; return whether they do."""
         only = self.layout.layers[group[0]]
         # Most layers share nothing, and need no sets.
-        cost = only.size if len(group) == 1 and not only.shared else self.cost(group, self.held)
+        cost = only.size if len(group) == 1 and not only.shared else self.cost(group, self.placed_tensors)
         if cost > self.room:
             return False
         for index in group:
             self.placed[index] = self.current
-            self.held.update(self.layout.layers[index].shared)
+            self.placed_tensors.update(self.layout.layers[index].shared)
         self.room -= cost
         self.empty = False
         return True
 
-    def cost(self, group: Sequence[int], held: set[int]) -> float:
+    def cost(self, group: Sequence[int], placed_tensors: set[int]) -> float:
         """Return the bytes that layers add to tensors that are placed; a shared tensor counts once."""
         layers = [self.layout.layers[index] for index in group]
         shared = {number: size for layer in layers for number, size in layer.shared.items()}
-        apart = sum(size for number, size in shared.items() if number not in held)
+        apart = sum(size for number, size in shared.items() if number not in placed_tensors)
         return apart + sum(layer.alone for layer in layers)
 
     def with_empty_layers(self) -> list[int]:

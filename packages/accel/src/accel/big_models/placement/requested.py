@@ -92,9 +92,9 @@ def check_placement(model: nn.Module, device_map: DeviceMap, main_device: Device
             torch.empty(0, device=as_device(device))
         except (RuntimeError, AssertionError, ValueError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
-            said = "main_device is" if name == "main_device" else f"device_map puts {name!r} on"
+            subject = "main_device is" if name == "main_device" else f"device_map puts {name!r} on"
             raise ValueError(
-                f"{said} {device!r}, which is not there: {reason}. Name a device of this machine, "
+                f"{subject} {device!r}, which is not there: {reason}. Name a device of this machine, "
                 '"cpu" or "disk".'
             ) from error
 

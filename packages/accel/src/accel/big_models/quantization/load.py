@@ -80,16 +80,16 @@ def load_and_quantize_model(
         placed, offload_folder, config.torch_dtype, False, config.keep_in_fp32_modules, in_place=True
     )
     # Before layers are replaced, which have these weights.
-    own = {} if files else dict(model.state_dict())
+    original = {} if files else dict(model.state_dict())
     # All is compared before the model changes, for which files are read twice.
-    surplus = check_weights(model, names, config, _read(files) if files else own.items())
+    surplus = check_weights(model, names, config, _read(files) if files else original.items())
     placement.check_folder(
         ModelTensors(model), ((name, value, None) for name, value in model.state_dict().items())
     )
     if surplus:
         warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")
     layers = QuantizedLayers(model, names, config)
-    _fill(model, layers, placement, _read(files) if files else _drain(own))
+    _fill(model, layers, placement, _read(files) if files else _drain(original))
     if device_map is None:
         return model.to(device=placed[""])
     return dispatch_model(model, placed, offload_dir=offload_folder, offload_index=placement.index)

@@ -72,9 +72,9 @@ class DistributedGradientSync(GradientSync):
         """Find the standalone parameters among those of optimizers; nothing while there is no model."""
         if self._models:
             # By identity: `==` of tensors compares their elements.
-            known = {id(item) for model in self._models for item in model.parameters()}
+            in_models = {id(item) for model in self._models for item in model.parameters()}
             self._standalone.register(
-                parameters, lambda item: id(item) in known or self.is_model_parameter(item)
+                parameters, lambda item: id(item) in in_models or self.is_model_parameter(item)
             )
 
     def is_standalone(self, parameter: torch.Tensor) -> bool:

@@ -44,8 +44,8 @@ class StandaloneParameters:
             return
         # The model of a tensor may have been prepared since, and reduces it then.
         kept = [item for item in self._alive() if not in_model(item)]
-        known = {id(item) for item in kept}
-        new = [item for item in dict.fromkeys(tensors) if id(item) not in known and not in_model(item)]
+        registered = {id(item) for item in kept}
+        new = [item for item in dict.fromkeys(tensors) if id(item) not in registered and not in_model(item)]
         self._tensors = [weakref.ref(item) for item in (*kept, *new)]
         if new:
             _send_values(new, self._process)

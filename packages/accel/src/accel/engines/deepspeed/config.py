@@ -105,17 +105,18 @@ def autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _read(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict):
+def _read(config_or_path: Any) -> dict[str, Any]:
+    if isinstance(config_or_path, dict):
         # A copy, as settings that are "auto" are filled in in place.
-        return copy.deepcopy(given)
-    if not isinstance(given, str | os.PathLike):
+        return copy.deepcopy(config_or_path)
+    if not isinstance(config_or_path, str | os.PathLike):
         raise ValueError(
-            f"A DeepSpeed configuration is a dict or the path of a JSON file, not {type(given).__name__}."
+            f"A DeepSpeed configuration is a dict or the path of a JSON file, not "
+            f"{type(config_or_path).__name__}."
         )
-    path = Path(given)
+    path = Path(config_or_path)
     if not path.is_file():
-        raise FileNotFoundError(f"There is no DeepSpeed configuration {os.fspath(given)!r}.")
+        raise FileNotFoundError(f"There is no DeepSpeed configuration {os.fspath(config_or_path)!r}.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -33,10 +33,10 @@ class DummyOptim(PlaceholderOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameters as groups, as an optimizer has them."""
-        own = {"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs}
+        defaults = {"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs}
         if self.params and isinstance(self.params[0], dict):
-            return [{**own, **group} for group in self.params]
-        return [{**own, "params": self.params}]
+            return [{**defaults, **group} for group in self.params]
+        return [{**defaults, "params": self.params}]
 
 
 class DummyScheduler(PlaceholderScheduler):

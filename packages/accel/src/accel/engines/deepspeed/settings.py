@@ -65,7 +65,7 @@ def check_precision(context: EngineContext, stage: int | None, has_fp16: bool) -
 
 
 def warn_of_unused(plugin: Any) -> None:
-    """Warn of settings that are given and that nothing reads, after the environment has filled them in."""
+    """Warn of settings that are set and that nothing reads, after the environment has filled them in."""
     reasons = {
         f"offload_{what}_nvme_path": f"offload_{what}_device is not 'nvme'"
         for what in ("optimizer", "param")
@@ -74,5 +74,6 @@ def warn_of_unused(plugin: Any) -> None:
     reasons["msamp_opt_level"] = "enable_msamp is not set"
     if plugin.zero_stage != 3:
         reasons["transformer_moe_cls_names"] = "parameters are sharded by zero_stage=3 alone"
-    given = {name: reason for name, reason in reasons.items() if getattr(plugin, name) not in (None, "none")}
-    warn_of_ignored(plugin, given)
+    unset = (None, "none")
+    ignored = {name: reason for name, reason in reasons.items() if getattr(plugin, name) not in unset}
+    warn_of_ignored(plugin, ignored)

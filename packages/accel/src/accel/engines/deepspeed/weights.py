@@ -46,18 +46,18 @@ def _sums(weights: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].long())
 
 
-def copy_changes(engine: Any, known: torch.Tensor | None = None) -> None:
+def copy_changes(engine: Any, checksums: torch.Tensor | None = None) -> None:
     """Copy weights that a script has changed since the last step to the optimizer's copies.
 
     Args:
         engine: The engine.
-        known: The checksums of the weights in the copies; None to always compare.
+        checksums: The checksums of the weights in the copies; None to always compare.
     """
     optimizer = engine.optimizer
     full = [item for item in getattr(optimizer, "persistent_parameters", ()) if item.data.numel()]
     if full:  # small ones at stage 3, which are not sharded between steps
         full[0].partition(full, has_been_updated=True)
-    if known is not None and torch.equal(known, sums(engine)):
+    if checksums is not None and torch.equal(checksums, sums(engine)):
         return
     with torch.no_grad():
         for weights, copied in _copies(optimizer):

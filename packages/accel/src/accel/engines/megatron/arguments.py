@@ -18,27 +18,27 @@ _PARALLEL = (
 )
 
 
-def selected(args: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the settings among `known` names that have a value.
+def selected(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the settings among these names that have a value.
 
     Args:
         args: Settings by Megatron-LM's names.
-        known: Fields of a configuration class.
+        names: Fields of a configuration class.
     """
-    return {name: value for name, value in args.items() if name in known and value is not None}
+    return {name: value for name, value in args.items() if name in names and value is not None}
 
 
-def check_names(settings: Mapping[str, Any], *known: Collection[str]) -> None:
+def check_names(settings: Mapping[str, Any], *fields: Collection[str]) -> None:
     """Reject names in `other_megatron_args` that nothing reads.
 
     Args:
         settings: Settings by name.
-        *known: Names that are read.
+        *fields: Names that are read.
 
     Raises:
         ValueError: If there are others; the message names the nearest known one.
     """
-    every = {name for names in known for name in names}
+    every = {name for names in fields for name in names}
     for name in settings:
         if name not in every:
             raise ValueError(
@@ -59,18 +59,18 @@ def parallel_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     return selected(args, _PARALLEL) | _virtual(args)
 
 
-def transformer_arguments(args: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def transformer_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the arguments of TransformerConfig, but for enumerations.
 
     Args:
         args: Settings by Megatron-LM's names.
-        known: Its fields.
+        names: Its fields.
 
     Raises:
         ValueError: If layers cannot be cut into virtual pipeline stages.
     """
     dtype = params_dtype(args)
-    found = selected(args, known) | _virtual(args) | {"params_dtype": dtype}
+    found = selected(args, names) | _virtual(args) | {"params_dtype": dtype}
     if args["pipeline_model_parallel_size"] > 1:
         # Sequences are as long as those of the batch, which may change between batches.
         found |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
@@ -100,28 +100,28 @@ def _virtual(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"virtual_pipeline_model_parallel_size": total // (stages * layers)}
 
 
-def optimizer_arguments(args: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def optimizer_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the arguments of OptimizerConfig.
 
     Args:
         args: Settings by Megatron-LM's names.
-        known: Its fields.
+        names: Its fields.
     """
-    found = selected(args, known) | {"params_dtype": params_dtype(args)}
+    found = selected(args, names) | {"params_dtype": params_dtype(args)}
     if args.get("optimizer_cpu_offload"):
         found.setdefault("optimizer_offload_fraction", 1.0)
     return found
 
 
-def ddp_arguments(args: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def ddp_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the arguments of DistributedDataParallelConfig.
 
     Args:
         args: Settings by Megatron-LM's names.
-        known: Its fields.
+        names: Its fields.
     """
     # Gradients of lower precision are added up over processes in fp32, as in accel's other engines.
-    found = {"grad_reduce_in_fp32": params_dtype(args) is not torch.float32} | selected(args, known)
+    found = {"grad_reduce_in_fp32": params_dtype(args) is not torch.float32} | selected(args, names)
     if found.pop("use_custom_fsdp", None):
         found["use_megatron_fsdp"] = True  # its name since megatron-core 0.13
         found.setdefault("data_parallel_sharding_strategy", "optim_grads_params")

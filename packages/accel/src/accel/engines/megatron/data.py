@@ -101,18 +101,18 @@ class MegatronLMDummyDataLoader:
         def provide(numbers: list[int]) -> Any:
             found = core(f"datasets.{module}")
             kind = getattr(found, config)
-            given = {"sequence_length": args["seq_length"], **_flags(kind, plugin), **self._renamed()}
+            options = {"sequence_length": args["seq_length"], **_flags(kind, plugin), **self._renamed()}
             builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
             # The function says on which ranks datasets are built: on all, as each reads its own samples.
-            return builder(getattr(found, dataset), numbers, lambda: True, kind(**given)).build()
+            return builder(getattr(found, dataset), numbers, lambda: True, kind(**options)).build()
 
         return provide
 
     def _renamed(self) -> dict[str, Any]:
-        given = self.set_megatron_data_args()
-        if "seq_length" in given:
-            given["sequence_length"] = given.pop("seq_length")
-        return given
+        options = self.set_megatron_data_args()
+        if "seq_length" in options:
+            options["sequence_length"] = options.pop("seq_length")
+        return options
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
         """Make the three loaders of this process; None for a set without samples.
@@ -176,12 +176,12 @@ class IndexedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Continue after the consumed samples; a batch is that of a full step."""
         state = parallel_state()
-        own = self.size // state.get_data_parallel_world_size()
+        batch_size = self.size // state.get_data_parallel_world_size()
         # A step's samples are consecutive, and each process has a slice of them.
-        first = state.get_data_parallel_rank() * own
+        first = state.get_data_parallel_rank() * batch_size
         while self.consumed + self.size <= len(self.dataset):
             start = self.consumed + first
-            samples = [self.dataset[index] for index in range(start, start + own)]
+            samples = [self.dataset[index] for index in range(start, start + batch_size)]
             # Before the yield: a checkpoint inside the loop counts the batch as consumed.
             self.consumed += self.size
             yield send_to_device(torch.utils.data.default_collate(samples), self.device)
@@ -189,7 +189,7 @@ class IndexedLoader:
 
 def _flags(kind: Any, plugin: MegatronLMPlugin) -> dict[str, Any]:
     """Settings that a dataset's configuration needs and that are no matter of the data."""
-    known = {field.name for field in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kind)}
     values = {
         "reset_position_ids": False,
         "reset_attention_mask": False,
@@ -205,4 +205,4 @@ def _flags(kind: Any, plugin: MegatronLMPlugin) -> dict[str, Any]:
         "classification_head": True,
         "sequence_length_decoder": plugin.megatron_lm_default_args.get("decoder_seq_length"),
     }
-    return {name: value for name, value in values.items() if name in known}
+    return {name: value for name, value in values.items() if name in names}

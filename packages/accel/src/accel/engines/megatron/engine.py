@@ -270,8 +270,8 @@ class MegatronLMEngine(Engine):
         if not request.optimizers:
             # Without an optimizer it can only be evaluated.
             return replace(request, models=(self._model.eval(),))
-        own = build_optimizer(self._model.model_chunks, plugin)
-        self._optimizer = MegatronLMOptimizerWrapper(own, gradient_state=self.context.gradient_state)
+        optimizer = build_optimizer(self._model.model_chunks, plugin)
+        self._optimizer = MegatronLMOptimizerWrapper(optimizer, gradient_state=self.context.gradient_state)
         self._model.attach(self._optimizer)
         return replace(request, models=(self._model,), optimizers=(self._optimizer,))
 

@@ -178,11 +178,11 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     batch = args["global_batch_size"]
 
-    def samples(iters: str, given: str) -> int | None:
-        if args.get(given) is not None:
-            return int(args[given])
+    def samples(iters_name: str, samples_name: str) -> int | None:
+        if args.get(samples_name) is not None:
+            return int(args[samples_name])
         # An iteration is a step over the global batch.
-        return None if args.get(iters) is None else args[iters] * batch
+        return None if args.get(iters_name) is None else args[iters_name] * batch
 
     train = samples("train_iters", "train_samples")
     # As in Megatron-LM: without a length the schedule is as long as training.

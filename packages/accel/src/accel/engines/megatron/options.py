@@ -34,10 +34,10 @@ def check_conflicts(plugin: Any) -> None:
         ValueError: If there are any; the message says which to leave out.
     """
     for names in _ONE_OF:
-        given = [f"{name}={getattr(plugin, name)}" for name in names if getattr(plugin, name) is not None]
-        if len(given) > 1:
+        settings = [f"{name}={getattr(plugin, name)}" for name in names if getattr(plugin, name) is not None]
+        if len(settings) > 1:
             raise ValueError(
-                f"MegatronLMPlugin got {' and '.join(given)}, which mean the same. Leave all but one out."
+                f"MegatronLMPlugin got {' and '.join(settings)}, which mean the same. Leave all but one out."
             )
     if plugin.recompute_granularity is None:
         for name in ("recompute_method", "recompute_num_layers"):
@@ -75,10 +75,10 @@ def check_transformer_engine(plugin: Any) -> None:
         names += ["context_parallel_size"] if (plugin.context_parallel_size or 1) > 1 else []
         names += ["attention_backend"] if plugin.attention_backend in ("flash", "fused") else []
     if names:
-        asked = ", ".join(f"{name}={getattr(plugin, name)!r}" for name in names)
+        requested = ", ".join(f"{name}={getattr(plugin, name)!r}" for name in names)
         raise ImportError(
-            f"MegatronLMPlugin({asked}) needs Transformer Engine, which is not installed: megatron-core's "
-            "own layers and optimizers cannot do it. Install it with: "
+            f"MegatronLMPlugin({requested}) needs Transformer Engine, which is not installed: "
+            "megatron-core's own layers and optimizers cannot do it. Install it with: "
             f"{install_hint('transformer-engine')}, or leave it out."
         )
 
@@ -102,9 +102,9 @@ def warn_of_unused(plugin: Any) -> None:
     if not plugin.megatron_dataset_flag:
         reasons |= dict.fromkeys(_OF_DATASETS, "of Megatron's datasets, and megatron_dataset_flag=False")
     defaults = {field.name: field.default for field in dataclasses.fields(plugin)}
-    given = {name: getattr(plugin, name) for name, reason in reasons.items() if reason}
+    unused = {name: getattr(plugin, name) for name, reason in reasons.items() if reason}
     # False asks for nothing, whatever the default is.
-    unread = [name for name, value in given.items() if value is not False and value != defaults[name]]
+    unread = [name for name, value in unused.items() if value is not False and value != defaults[name]]
     warn_of_ignored(plugin, {name: reasons[name] for name in unread})
 
 

@@ -86,18 +86,18 @@ def describe(step: int, findings: Sequence[Finding], spikes: Spikes | None, scal
         spikes: What found spikes, if they are looked for.
         scale: The loss scale of fp16, where gradients are not finite in spite of it.
     """
-    said = []
+    problems = []
     broken = [finding for finding in findings if finding.bad_losses]
     if broken:
         first = broken[0]
         index = first.bad_losses[0]
         count = len(first.losses)
         place = f" of backward pass {index + 1} of {count}" if count > 1 else ""
-        said.append(f"the loss{place} is {first.losses[index]} on {named_ranks(broken)}")
+        problems.append(f"the loss{place} is {first.losses[index]} on {named_ranks(broken)}")
     high = [finding for finding in findings if finding.is_spike and not finding.bad_losses]
     if high and spikes is not None:
         mean = sum(high[0].losses) / len(high[0].losses)
-        said.append(
+        problems.append(
             f"the loss is {mean:.6g} on {named_ranks(high)}, with a median of {spikes.median:.6g} before"
         )
     places = {name: place for finding in findings for place, name in finding.parameters}
@@ -106,8 +106,8 @@ def describe(step: int, findings: Sequence[Finding], spikes: Spikes | None, scal
         at = "" if scale is None else f" at a loss scale of {scale:g}"
         # What backward reaches later is computed from it, and broken by it.
         earliest = min(places, key=lambda name: places[name])
-        said.append(
+        problems.append(
             f"the gradients of {len(places)} of {max(total, len(places))} parameters are not finite{at}, "
             f"in the order of backward first that of {earliest}"
         )
-    return f"Step {step}: {'; '.join(said)}."
+    return f"Step {step}: {'; '.join(problems)}."

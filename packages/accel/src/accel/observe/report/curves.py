@@ -70,9 +70,9 @@ def _curve(color: int, points: Points, place: _Place) -> Iterator[str]:
     for step, value in points:
         if not math.isfinite(value):
             across, down = place(step, 0)[0], HEIGHT - BOTTOM
-            said = f"{value} at step {number(step)}"
+            tooltip = f"{value} at step {number(step)}"
             cross = f"M{across - 3:.1f},{down - 7}l6,6m0,-6l-6,6"
-            yield f'<path class="gap" d="{cross}"><title>{said}</title></path>'
+            yield f'<path class="gap" d="{cross}"><title>{tooltip}</title></path>'
 
 
 def _pieces(points: Points) -> Iterator[Points]:

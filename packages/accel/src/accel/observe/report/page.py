@@ -64,9 +64,9 @@ def _color_rules() -> str:
 
 
 def _subtitle(runs: Sequence[LoggedRun]) -> str:
-    said = f"Drawn {time.strftime('%Y-%m-%d %H:%M')}"
+    text = f"Drawn {time.strftime('%Y-%m-%d %H:%M')}"
     unread = sum(run.unread for run in runs)
-    return said + (f"; {unread} lines could not be read" if unread else "")
+    return text + (f"; {unread} lines could not be read" if unread else "")
 
 
 def _legend(runs: Sequence[LoggedRun]) -> str:
@@ -88,18 +88,18 @@ def _curves(runs: Sequence[LoggedRun]) -> str:
 
 def _card(name: str, runs: Sequence[LoggedRun]) -> str:
     having = [(place % _COLORS, run.curves[name]) for place, run in enumerate(runs) if name in run.curves]
-    said = "; ".join(_last(points) for _, points in having) if len(having) == 1 else ""
-    note = f'<p class="soft">{said}</p>' if said else ""
+    text = "; ".join(_last(points) for _, points in having) if len(having) == 1 else ""
+    note = f'<p class="soft">{text}</p>' if text else ""
     return f'<div class="card"><h3>{escape(name)}</h3>{draw(name, having)}{note}</div>'
 
 
 def _last(points: Points) -> str:
     finite = [value for _, value in points if math.isfinite(value)]
-    said = f"last {number(points[-1][1])}"
+    text = f"last {number(points[-1][1])}"
     if len(finite) > 1:
-        said += f", lowest {number(min(finite))}, highest {number(max(finite))}"
+        text += f", lowest {number(min(finite))}, highest {number(max(finite))}"
     gaps = len(points) - len(finite)
-    return said + (f", {gaps} not finite" if gaps else "")
+    return text + (f", {gaps} not finite" if gaps else "")
 
 
 def _texts(run: LoggedRun, of: str) -> str:

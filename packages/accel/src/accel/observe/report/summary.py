@@ -71,27 +71,27 @@ def _shown(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ranks = summary["ranks"]
     if len(ranks) > RANKS:
         # A slow process waits least, as the others wait for it.
-        ranks = sorted(ranks, key=lambda own: own["seconds"]["collectives"])[:RANKS]
-    return sorted(ranks, key=lambda own: int(own["rank"]))
+        ranks = sorted(ranks, key=lambda row: row["seconds"]["collectives"])[:RANKS]
+    return sorted(ranks, key=lambda row: int(row["rank"]))
 
 
 def _bars(summary: Mapping[str, Any]) -> str:
     # 1.0 where nothing was timed, so that nothing is divided by zero.
-    longest = max(sum(own["seconds"].values()) for own in summary["ranks"]) or 1.0
+    longest = max(sum(row["seconds"].values()) for row in summary["ranks"]) or 1.0
     parts = list(summary["ranks"][0]["seconds"])
     keys = "".join(
         f'<li><i style="background:var(--{escape(part)})"></i>{escape(part)}</li>' for part in parts
     )
     rows = []
-    for own in _shown(summary):
+    for row in _shown(summary):
         cells = "".join(
             f'<i style="width:{100 * seconds / longest:.3f}%;background:var(--{escape(part)})" '
             f'title="{escape(part)}: {_duration(seconds)}"></i>'
-            for part, seconds in own["seconds"].items()
+            for part, seconds in row["seconds"].items()
         )
-        whole = _duration(sum(own["seconds"].values()))
+        whole = _duration(sum(row["seconds"].values()))
         bar = f'<div class="bar">{cells}</div>'
-        rows.append(f'<div class="rank"><b>process {own["rank"]}</b>{bar}<span>{whole}</span></div>')
+        rows.append(f'<div class="rank"><b>process {row["rank"]}</b>{bar}<span>{whole}</span></div>')
     left = len(summary["ranks"]) - len(rows)
     note = f'<p class="soft">{left} processes that waited longer are left out.</p>' if left else ""
     return f'{"".join(rows)}{note}<ul class="legend">{keys}</ul>'
@@ -99,14 +99,14 @@ def _bars(summary: Mapping[str, Any]) -> str:
 
 def _table(summary: Mapping[str, Any]) -> str:
     parts = list(summary["ranks"][0]["seconds"])
-    kinds = [kind for kind in _MEMORY if any(own["peak_memory"][kind] for own in summary["ranks"])]
+    kinds = [kind for kind in _MEMORY if any(row["peak_memory"][kind] for row in summary["ranks"])]
     names = ["process", *(f"{part} s" for part in parts), "steps", *(_MEMORY[kind] for kind in kinds), "host"]
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = []
-    for own in _shown(summary):
-        seconds = [f"{own['seconds'][part]:.2f}" for part in parts]
-        memory = [f"{own['peak_memory'][kind] / 2**20:,.0f} MiB" for kind in kinds]
-        cells = [str(own["rank"]), *seconds, f"{own['steps']:,}", *memory, f"{own['host']} ({own['device']})"]
+    for row in _shown(summary):
+        seconds = [f"{row['seconds'][part]:.2f}" for part in parts]
+        memory = [f"{row['peak_memory'][kind] / 2**20:,.0f} MiB" for kind in kinds]
+        cells = [str(row["rank"]), *seconds, f"{row['steps']:,}", *memory, f"{row['host']} ({row['device']})"]
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 

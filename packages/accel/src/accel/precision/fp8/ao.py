@@ -41,7 +41,7 @@ def has_ao_layers(model: torch.nn.Module) -> bool:
         model: The model.
     """
     module: Any = sys.modules.get("torchao.float8.float8_linear")  # a layer can only be of a loaded module
-    return module is not None and any(isinstance(part, module.Float8Linear) for part in model.modules())
+    return module is not None and any(isinstance(layer, module.Float8Linear) for layer in model.modules())
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
@@ -122,7 +122,7 @@ def apply(model: torch.nn.Module, recipe: AORecipeKwargs, gathers: bool) -> None
 
 
 def _inner_linear_layers(model: torch.nn.Module) -> list[str]:
-    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)][1:-1]
+    return [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)][1:-1]
 
 
 def _is_among(names: frozenset[str], _layer: torch.nn.Module, name: str) -> bool:

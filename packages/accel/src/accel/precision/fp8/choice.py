@@ -75,11 +75,11 @@ def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
             )
         return None
     # The script comes before the environment, and both before what is installed.
-    asked = env.get("ACCELERATE_FP8_BACKEND")
-    backend = _backend_of(recipe) or asked or _installed()
-    if asked is not None and asked != backend:
+    requested = env.get("ACCELERATE_FP8_BACKEND")
+    backend = _backend_of(recipe) or requested or _installed()
+    if requested is not None and requested != backend:
         warn(
-            f"ACCELERATE_FP8_BACKEND={asked} is ignored: kwargs_handlers has {type(recipe).__name__}.",
+            f"ACCELERATE_FP8_BACKEND={requested} is ignored: kwargs_handlers has {type(recipe).__name__}.",
         )
     _check_installed(backend)  # here, and not at the first model: a job fails before it has loaded data
     return Fp8(backend, recipe if recipe is not None else _RECIPES[backend]())

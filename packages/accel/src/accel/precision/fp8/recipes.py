@@ -49,11 +49,11 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         read_environment(self, defaults=False)  # to know what was set on purpose
         for name in _AO_FIELDS if self.config is not None else ():
-            given, own = getattr(self, name), getattr(self.config, name)
-            if given is not None and given != own:
+            value, in_config = getattr(self, name), getattr(self.config, name)
+            if value is not None and value != in_config:
                 raise ValueError(
-                    f"AORecipeKwargs got {name}={given!r} and a config with {name}={own!r}: set it in the "
-                    "config alone."
+                    f"AORecipeKwargs got {name}={value!r} and a config with {name}={in_config!r}: set it in "
+                    "the config alone."
                 )
 
     def asks_for(self, name: str) -> bool:
@@ -185,14 +185,14 @@ def _choice(value: Any, field: str, variable: str) -> Any:
     return value
 
 
-def _overrides(given: Any) -> tuple[bool, bool, bool]:
-    if given is None and env.is_set("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"):
-        given = env.get("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION")
-    if given is None:
-        given = [env.get(name) for name in _OVERRIDES]
-    flags = tuple(given)
+def _overrides(passed: Any) -> tuple[bool, bool, bool]:
+    if passed is None and env.is_set("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"):
+        passed = env.get("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION")
+    if passed is None:
+        passed = [env.get(name) for name in _OVERRIDES]
+    flags = tuple(passed)
     if len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
         raise ValueError(
-            f"override_linear_precision={given!r}: it takes three flags, for fprop, dgrad and wgrad."
+            f"override_linear_precision={passed!r}: it takes three flags, for fprop, dgrad and wgrad."
         )
     return flags

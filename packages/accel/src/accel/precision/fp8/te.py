@@ -44,7 +44,7 @@ def has_transformer_engine_layers(model: torch.nn.Module) -> bool:
     if te is None:
         return False
     kinds = (te.LayerNorm, te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.TransformerLayer)
-    return any(isinstance(part, kinds) for part in model.modules())
+    return any(isinstance(layer, kinds) for layer in model.modules())
 
 
 def convert_model(

@@ -78,8 +78,8 @@ class BertTrainStep(AbstractTrainStep):
             if not pretraining_flag:
                 output = model(tokens, mask, tokentype_ids=types)
                 return output, functools.partial(self.loss_func, labels)
-            given = types if bert_binary_head else None
-            output = model(tokens, mask, tokentype_ids=given, lm_labels=labels)
+            segment_types = types if bert_binary_head else None
+            output = model(tokens, mask, tokentype_ids=segment_types, lm_labels=labels)
             return output, functools.partial(self.loss_func, loss_mask, order if bert_binary_head else None)
 
         return forward_step

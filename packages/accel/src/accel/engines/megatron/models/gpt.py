@@ -96,8 +96,8 @@ def _of_transformers(data_iterator: Any) -> tuple[torch.Tensor, ...]:
     batch = next_batch(data_iterator)
     tokens = batch["input_ids"]
     kept = batch.get("attention_mask")
-    given = batch.get("labels", tokens if kept is None else tokens.masked_fill(kept == 0, -100))
-    labels = torch.roll(given, -1, dims=1)
+    targets = batch.get("labels", tokens if kept is None else tokens.masked_fill(kept == 0, -100))
+    labels = torch.roll(targets, -1, dims=1)
     loss_mask = labels != -100
     loss_mask[:, -1] = False  # nothing comes after the last token
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -109,12 +109,12 @@ class T5TrainStep(AbstractTrainStep):
 
     def _of_transformers(self, data_iterator: Any) -> tuple[torch.Tensor, ...]:
         batch = next_batch(data_iterator)
-        tokens, given = batch["input_ids"], batch["labels"]
+        tokens, targets = batch["input_ids"], batch["labels"]
         kept = batch.get("attention_mask", torch.ones_like(tokens))
         # -100 is transformers' mark for tokens without a loss.
-        loss_mask = given != -100
+        loss_mask = targets != -100
         # Any valid token will do, as the mask drops its loss.
-        labels = given.masked_fill(~loss_mask, 0)
+        labels = targets.masked_fill(~loss_mask, 0)
         targets = torch.roll(labels, 1, dims=1)
         targets[:, 0] = 0  # T5's start is its padding token
         length = targets.shape[1]

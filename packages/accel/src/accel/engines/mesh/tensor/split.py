@@ -107,11 +107,11 @@ def _split_layers(name: str, module: torch.nn.Module, style: Any) -> list[str]:
     """
     if not isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):
         return [name]
-    known = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
+    supported = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
     others = [
         child
         for child, item in module.named_children()
-        if child not in known and next(item.parameters(), None) is not None
+        if child not in supported and next(item.parameters(), None) is not None
     ]
     if others or not hasattr(module, "lora_A"):
         adapter = f" with {others[0]}" if others else ""
