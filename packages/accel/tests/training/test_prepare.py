@@ -257,7 +257,7 @@ def test_unknown_objects_come_back_as_often_as_they_are_given_with_one_warning()
     accelerator = Accelerator()
     stranger, other = object(), object()
 
-    with pytest.warns(UserWarning, match="what it does not prepare: int, object, str\\.") as told:
+    with pytest.warns(UserWarning, match="returned objects unchanged: int, object, str\\.") as told:
         _, same, nothing, *_ = accelerator.prepare(torch.nn.Linear(1, 1), stranger, None, 1, "a", 2)
     assert len(told) == 1
 
