@@ -170,7 +170,7 @@ def left_out_of_a_run_of_its_own() -> Any:
 
 
 def place_on_machine() -> Any:
-    return ranks.find_place(DEVICES["cpu"], {"rank": 1, "world_size": 6})
+    return ranks.find_ranks(DEVICES["cpu"], {"rank": 1, "world_size": 6})
 
 
 STEP = {
