@@ -479,7 +479,7 @@ def _check_findings(reader: CheckpointReader, findings: Findings, strict: bool |
 
 
 def _warn_differences(reader: CheckpointReader, findings: Findings, process: ProcessInfo) -> None:
-    """Warn of all differences on the main process, and of its own on every other process."""
+    """Warn of all differences on the main process, and on every other process of its own differences."""
     lines = [*findings.critical, *findings.others, *findings.notes]
     # The main process reports what is the same on all; random generators differ between processes.
     if not process.is_main:

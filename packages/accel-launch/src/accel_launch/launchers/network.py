@@ -96,7 +96,7 @@ def interface_of(address: str) -> str | None:
 
 
 def set_gloo_interface(environ: dict[str, str], address: str | None) -> None:
-    """Have gloo use the interface of an address, unless the environment names one.
+    """Make gloo use the interface of an address, unless the environment names one.
 
     Args:
         environ: The environment of workers, which is changed.

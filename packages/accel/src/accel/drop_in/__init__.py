@@ -24,7 +24,7 @@ __all__ = ["INTERFACE_VERSION", "activate", "is_active"]
 
 
 def activate() -> None:
-    """Have accel answer for accelerate in this process, and in the processes that it starts from now on.
+    """Make accel answer for accelerate in this process, and in the processes that it starts from now on.
 
     Calling it again does nothing.
 

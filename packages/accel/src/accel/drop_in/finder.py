@@ -67,7 +67,7 @@ def is_active() -> bool:
 
 
 def _join_loggers() -> None:
-    """Have levels and handlers of accelerate's loggers hold for what accel logs, as those of its own do."""
+    """Apply the levels and handlers of accelerate's loggers to what accel logs too."""
     # Only these loggers have the root as their parent; logging sets a parent when it makes a logger, and then
     # leaves it unless a logger between the two is made.
     for package, documented in _PACKAGES.items():

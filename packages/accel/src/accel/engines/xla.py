@@ -30,7 +30,7 @@ def _xla_model() -> Any:
 
 
 def _end_step() -> None:
-    """Have the operations that were recorded run, as `xla_model.mark_step` did before torch_xla 2.5."""
+    """Run the operations that were recorded, as `xla_model.mark_step` did before torch_xla 2.5."""
     import_module("torch_xla").sync()
 
 

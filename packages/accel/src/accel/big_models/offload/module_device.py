@@ -27,7 +27,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have a module's own parameters on a device; afterwards they are where they were.
+    """Bring a module's own parameters to a device; afterwards they are where they were.
 
     What is changed of them meanwhile stays changed: offloaded ones are written to where they are kept, in
     memory or on the disk. Safetensors files that are read in place are never written to: changed weights of

@@ -269,7 +269,7 @@ def tied_params(model: nn.Module) -> TiedParameters:
 
 
 def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
-    """Have a model's weights on the disk read ahead: each module's while the one before it runs.
+    """Read a model's weights on the disk ahead: each module's while the one before it runs.
 
     Args:
         model: The model, with its hooks.

@@ -248,7 +248,7 @@ def _output_structure(
         shown = f"has the shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else "cannot be cut"
         raise ValueError(
             f"{path} ({type(leaf).__name__}) {shown} for a chunk of {size} samples: a pipeline joins outputs "
-            "along dimension 0. Have the model leave it out (use_cache=False, say)."
+            "along dimension 0. Make the model leave it out (use_cache=False, say)."
         )
     # Of its structure alone: the tensors of the example are not kept.
     return flatten(recursively_apply(lambda tensor: tensor.new_empty(0), output))[1]

@@ -89,8 +89,8 @@ class Inputs:
             if tensor != isinstance(value, torch.Tensor) or not (tensor or value == expected):
                 shown = "a tensor" if tensor else repr(expected)
                 raise ValueError(
-                    f"the pipeline was traced with {name}={shown}, but called with {value!r}. What is no "
-                    "tensor is fixed when it is traced: prepare it again."
+                    f"the pipeline was traced with {name}={shown}, but called with {value!r}. Non-tensors "
+                    "are fixed when it is traced: prepare it again."
                 )
 
 

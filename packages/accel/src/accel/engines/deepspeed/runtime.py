@@ -97,7 +97,7 @@ def started(process: ProcessInfo) -> Iterator[ModuleType]:
 
 
 def _follow_group() -> None:
-    """Have DeepSpeed forget the groups of a process group that is gone."""
+    """Make DeepSpeed forget the groups of a process group that is gone."""
     global _group
     now = dist.group.WORLD
     # A weak reference: the group has to be gone when end_training() ends it.
@@ -109,7 +109,7 @@ def _follow_group() -> None:
 
 
 def forget_groups() -> None:
-    """Have DeepSpeed forget all groups; what it is asked next makes them again."""
+    """Make DeepSpeed forget all groups; what it is asked next makes them again."""
     groups, comm = (
         cast("Any", sys.modules.get(f"deepspeed.{name}")) for name in ("utils.groups", "comm.comm")
     )

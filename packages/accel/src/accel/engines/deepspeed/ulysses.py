@@ -28,7 +28,7 @@ _replaced: dict[str, Any] = {}
 
 
 def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int) -> Any:
-    """Have a model of transformers exchange heads for positions in its attention.
+    """Make a model of transformers exchange heads for positions in its attention.
 
     Args:
         model: The model.

@@ -1,6 +1,6 @@
 """DeepSpeed's engine, optimizer and schedule behind the five lines of a training loop.
 
-DeepSpeed's engine has a `backward` and a `step` of its own, and counts micro-batches. Here the accumulation
+DeepSpeed's engine has its own `backward` and `step`, and counts micro-batches. Here the accumulation
 window alone says where a step is due: the engine gets it before each backward pass, and the engine
 steps when `optimizer.step()` is called there.
 """
@@ -181,7 +181,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self.driver = driver
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Have the engine step, at the window's boundary only.
+        """Make the engine step, at the window's boundary only.
 
         Raises:
             ValueError: If a closure is given.

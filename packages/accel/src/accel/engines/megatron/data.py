@@ -38,9 +38,9 @@ def with_micro_batches(loader: DataLoader[Any], num_micro_batches: int) -> DataL
         return loader
     if loader.batch_size is None:
         raise ValueError(
-            f"num_micro_batches={num_micro_batches} with a DataLoader that has a batch_sampler (or no "
-            "batch size) "
-            "of its own: its batches cannot be made larger. Give it batch_size, that of one micro-batch."
+            f"num_micro_batches={num_micro_batches} with a DataLoader that has its own batch_sampler "
+            "(or no batch size): its batches cannot be made larger. Give it batch_size, that of one "
+            "micro-batch."
         )
     size = loader.batch_size * num_micro_batches
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):

@@ -106,7 +106,7 @@ def start(args: Mapping[str, Any], process: ProcessInfo) -> None:
 
 
 def _follow_group(state: Any) -> None:
-    """Have megatron-core forget the groups of a process group that is gone, or about to be."""
+    """Make megatron-core forget the groups of a process group that is gone, or about to be."""
     global _group
     now = dist.group.WORLD
     if _group is not None and _group() is not now:

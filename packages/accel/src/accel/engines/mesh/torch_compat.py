@@ -66,7 +66,7 @@ def parallelize_module(
 
 
 def _share_root(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Have torch find the axis of tensor parallelism on the mesh whose other axes are sharded over.
+    """Make torch find the axis of tensor parallelism on the mesh whose other axes are sharded over.
 
     torch 2.6 knows one mesh for equal axes: the one that was cut last.
     """
@@ -91,7 +91,7 @@ def _complete_cpu_streams() -> None:
 
 @functools.cache
 def _keep_versions() -> None:
-    """Have `fully_shard` gather in place unnoticed by autograd, as on accelerators: backward fails otherwise.
+    """Make `fully_shard` gather in place unnoticed by autograd, as on accelerators: backward fails otherwise.
 
     What forward saved is gathered again for backward, into the same tensors (torch 2.6 on CPUs).
     """
@@ -112,7 +112,7 @@ def _keep_versions() -> None:
 
 @functools.cache
 def _average_by_sums() -> None:
-    """Have `fully_shard` divide sums of gradients: gloo cannot average before torch 2.8."""
+    """Make `fully_shard` divide sums of gradients: gloo cannot average before torch 2.8."""
     collectives: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     torch_factors = collectives._get_gradient_divide_factors
 
