@@ -111,7 +111,9 @@ def _public_names(module_name: str, loaded: ModuleType) -> Iterator[str]:
         if inspect.isfunction(value):
             yield from _parameters(f"{module_name}.{name}", value)
             continue
-        for member, attribute in vars(value).items():
+        # Annotated fields too: one without a default is no attribute.
+        members = {**dict.fromkeys(vars(value).get("__annotations__", ())), **vars(value)}
+        for member, attribute in members.items():
             if member.startswith("_"):
                 continue
             yield f"{module_name}.{name}.{member}"

@@ -197,12 +197,13 @@ class Watchdog:
         # The training thread hangs in C++, where no exception reaches it.
         os._exit(1)
 
-    def _ask_all(self, number: int, own_status: Status) -> dict[int, Status | None]:
-        return self._store.call(lambda store: self._exchange(store, number, own_status), ANSWER_S + _STORE_S)
+    def _ask_all(self, number: int, local_status: Status) -> dict[int, Status | None]:
+        timeout_s = ANSWER_S + _STORE_S
+        return self._store.call(lambda store: self._exchange(store, number, local_status), timeout_s)
 
-    def _last_statuses(self, own_status: Status) -> dict[int, Status | None]:
+    def _last_statuses(self, local_status: Status) -> dict[int, Status | None]:
         """Return the statuses that this process has when the others cannot be asked."""
-        return {**dict.fromkeys(range(self.world)), **self._left, self.rank: own_status}
+        return {**dict.fromkeys(range(self.world)), **self._left, self.rank: local_status}
 
     def _is_first(self, report: str) -> bool:
         """Return whether this machine's first report comes from this process; True if that is unknown."""
@@ -240,10 +241,10 @@ class Watchdog:
             return following
         return following if store.check([self._key("asked", following)]) else self._round
 
-    def _exchange(self, store: Store, number: int, own_status: Status) -> dict[int, Status | None]:
+    def _exchange(self, store: Store, number: int, local_status: Status) -> dict[int, Status | None]:
         """Answer a question, and read the other ranks' answers."""
-        store.set(self._key("status"), f"{number} {own_status.to_text()}")
-        answers: dict[int, Status | None] = {**dict.fromkeys(range(self.world)), self.rank: own_status}
+        store.set(self._key("status"), f"{number} {local_status.to_text()}")
+        answers: dict[int, Status | None] = {**dict.fromkeys(range(self.world)), self.rank: local_status}
         until = time.monotonic() + ANSWER_S
         while (missing := [rank for rank, status in answers.items() if status is None]) and (
             time.monotonic() < until
@@ -322,16 +323,16 @@ class Watchdog:
             self._explain_failure(self._sampler.last(reason, place))
         self._leave(reason, place)
 
-    def _explain_failure(self, own_status: Status) -> None:
+    def _explain_failure(self, local_status: Status) -> None:
         """Report where all ranks are after a failed collective: perhaps one has left."""
         lost = ""
         try:
             number = self._store.call(lambda store: self._poll(store, asks=True), _STORE_S)
             statuses = (
-                self._last_statuses(own_status) if 0 in self._left else self._ask_all(number, own_status)
+                self._last_statuses(local_status) if 0 in self._left else self._ask_all(number, local_status)
             )
         except (RuntimeError, OSError) as error:
-            statuses, lost = self._last_statuses(own_status), _STORE_LOST.format(reason=first_line(error))
+            statuses, lost = self._last_statuses(local_status), _STORE_LOST.format(reason=first_line(error))
         if self._explains is None:
             self._explains = self._is_first("failure")
         if not self._explains:

@@ -207,7 +207,7 @@ class _MicroBatch:
     """The context of `accumulate`; a class, because a generator's context costs more than all else in it."""
 
     # One is made for every micro-batch.
-    __slots__ = ("engine", "held_back", "loader", "models", "window")
+    __slots__ = ("engine", "loader", "models", "no_sync_context", "window")
 
     def __init__(
         self, window: Window, engine: Engine, models: Sequence[torch.nn.Module], loader: Any
@@ -216,7 +216,7 @@ class _MicroBatch:
         self.engine = engine
         self.models = models
         self.loader = loader
-        self.held_back: contextlib.AbstractContextManager[Any] | None = None
+        self.no_sync_context: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         # The window first: it decides whether this micro-batch reduces gradients.
@@ -224,17 +224,17 @@ class _MicroBatch:
         if self.window.reduce_gradients:
             return
         try:
-            self.held_back = self._hold_back()
+            self.no_sync_context = self._enter_no_sync()
         except BaseException:
             self.window.__exit__(*sys.exc_info())  # Python calls it only after an __enter__ that returned
             raise
 
-    def _hold_back(self) -> contextlib.AbstractContextManager[Any]:
+    def _enter_no_sync(self) -> contextlib.AbstractContextManager[Any]:
         no_sync = self.engine.gradients.no_sync
         if len(self.models) == 1:  # the usual case, without a stack of contexts
-            held_back = no_sync(self.models[0])
-            held_back.__enter__()
-            return held_back
+            no_sync_context = no_sync(self.models[0])
+            no_sync_context.__enter__()
+            return no_sync_context
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(no_sync(model))
@@ -244,8 +244,8 @@ class _MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self.held_back is not None:
-                self.held_back.__exit__(None, None, None)
+            if self.no_sync_context is not None:
+                self.no_sync_context.__exit__(None, None, None)
         # After the engine's contexts, which the window's own end does not depend on.
         finally:
             self.window.__exit__(kind, error, traceback)

@@ -62,7 +62,7 @@ def test_a_folder_that_a_model_reads_is_not_written_by_another(way: str, tmp_pat
     second = make(1)
 
     named = re.escape(str(folder))
-    with pytest.raises(ValueError, match=rf"^{named} has weights of a model that is in use.* of its own"):
+    with pytest.raises(ValueError, match=rf"^{named} has weights of a model that is in use.* its own folder"):
         WAYS[way](second, folder)
 
     assert torch.equal(first(X), expected)

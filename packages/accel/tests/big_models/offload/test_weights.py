@@ -152,7 +152,7 @@ def test_the_disk_needs_a_folder(net: Net) -> None:
 def test_a_damaged_index_is_named_and_what_was_written_is_deleted(net: Net, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text("[]")
     found = collect(net, everywhere("disk"), False, {}, tmp_path)
-    with pytest.raises(CorruptCheckpointError, match=r"index\.json is no index of offloaded weights"):
+    with pytest.raises(CorruptCheckpointError, match=r"index\.json is not an index of offloaded weights"):
         found.write()
 
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]

@@ -12,7 +12,7 @@ def times(**seconds):
 
 def found(rows, slow=1.2, hides_waits=False, steps=10):
     return [
-        (item.rank, item.part, round(item.ratio, 2))
+        (item.rank, item.section, round(item.ratio, 2))
         for item in find_stragglers(rows, [steps] * len(rows), slow, hides_waits)
     ]
 

@@ -39,14 +39,14 @@ class Offloaded:
         index: Entries of those that are on the disk already, by name.
         to_write: Those that are to be written, by name; equal tensors are written once.
         folder: Where to.
-        own_readers: Ids of those who read weights of the folder for this very model.
+        readers_of_model: Ids of those that read weights of the folder for this very model.
     """
 
     in_memory: dict[str, torch.Tensor] = field(default_factory=dict)
     index: Index = field(default_factory=dict)
     to_write: dict[str, torch.Tensor] = field(default_factory=dict)
     folder: Path | None = None
-    own_readers: set[int] = field(default_factory=set)
+    readers_of_model: set[int] = field(default_factory=set)
 
     @property
     def on_disk(self) -> set[str]:
@@ -77,7 +77,7 @@ class Offloaded:
         try:
             if first:
                 assert self.folder is not None
-                check_not_in_use(self.folder, set(first.values()), self.own_readers)
+                check_not_in_use(self.folder, set(first.values()), self.readers_of_model)
                 make_offload_folder(self.folder)
                 for name in first.values():
                     offload_weight(self.to_write[name], name, self.folder, written)
@@ -122,7 +122,7 @@ def collect(
         CorruptCheckpointError: If the folder's index is damaged.
     """
     root = None if folder is None else Path(folder)
-    found = Offloaded(folder=root, own_readers=open_folders_of(model))
+    found = Offloaded(folder=root, readers_of_model=open_folders_of(model))
     folder_index: Index | None = None
     groups: dict[int, list[str]] = {}
     tensors = named_tensors(model)

@@ -193,9 +193,11 @@ class Statistics(Observer):
 
     def _add_slow(self, found: list[Straggler], first: int, last: int, warns: bool = False) -> None:
         for slow in found:
-            if warns and (slow.rank, slow.part) not in self._slow:  # once; the summary has the rest
+            if warns and (slow.rank, slow.section) not in self._slow:  # once; the summary has the rest
                 warn(slow.describe(first, last), about="process")
-            entry = self._slow.setdefault((slow.rank, slow.part), slow.to_dict() | {"steps": [first, last]})
+            entry = self._slow.setdefault(
+                (slow.rank, slow.section), slow.to_dict() | {"steps": [first, last]}
+            )
             entry["ratio"] = max(entry["ratio"], slow.to_dict()["ratio"])
             entry["steps"][1] = last
 

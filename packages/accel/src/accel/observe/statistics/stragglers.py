@@ -19,34 +19,34 @@ class Straggler:
 
     Attributes:
         rank: The process.
-        part: The part of the step that it loses most time in.
+        section: The part of the step that it loses most time in.
         ratio: Its time of a step without waits, over the median of all processes.
-        own_s: Its time of a step without waits, in seconds.
+        busy_s: Its time of a step without waits, in seconds.
         usual_s: The median of these.
-        part_s: Its time of a step in that part, in seconds.
-        usual_part_s: The median of these.
+        section_s: Its time of a step in that part, in seconds.
+        usual_section_s: The median of these.
     """
 
     rank: int
-    part: str
+    section: str
     ratio: float
-    own_s: float
+    busy_s: float
     usual_s: float
-    part_s: float
-    usual_part_s: float
+    section_s: float
+    usual_section_s: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return what files say about it."""
-        return {"rank": self.rank, "part": self.part, "ratio": round(self.ratio, 3)}
+        return {"rank": self.rank, "part": self.section, "ratio": round(self.ratio, 3)}
 
     def describe(self, first_step: int, last_step: int) -> str:
         """Return one sentence about steps `first_step` to `last_step`."""
-        name = "the rest of the script" if self.part == "other" else self.part
+        name = "the rest of the script" if self.section == "other" else self.section
         return (
             f"Process {self.rank} is slow: in steps {first_step} to {last_step} it needs "
-            f"{1e3 * self.own_s:.1f} ms per step without its waits, {self.ratio:.1f} times the median "
-            f"({1e3 * self.usual_s:.1f} ms). Most of it is {name}: {1e3 * self.part_s:.1f} ms there, and "
-            f"{1e3 * self.usual_part_s:.1f} ms on the median process."
+            f"{1e3 * self.busy_s:.1f} ms per step without its waits, {self.ratio:.1f} times the median "
+            f"({1e3 * self.usual_s:.1f} ms). Most of it is {name}: {1e3 * self.section_s:.1f} ms there, and "
+            f"{1e3 * self.usual_section_s:.1f} ms on the median process."
         )
 
 
