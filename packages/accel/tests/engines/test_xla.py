@@ -63,7 +63,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def make(steps: int = 1) -> tuple[Accelerator, torch.nn.Module, Any]:
     """An Accelerator of CPU processes whose engine is XLA's."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    accelerator.engine = XLAEngine(accelerator.engine.context)
+    accelerator.run.engine = XLAEngine(accelerator.engine.context)
     torch.manual_seed(accelerator.process_index)
     model = torch.nn.Linear(3, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -141,7 +141,7 @@ def test_weights_are_added_up_over_processes(world):
 def test_a_prepared_loader_ends_a_step_after_each_batch(monkeypatch):
     calls = stand_in(monkeypatch)
     accelerator = Accelerator(cpu=True)
-    accelerator.engine = XLAEngine(accelerator.engine.context)
+    accelerator.run.engine = XLAEngine(accelerator.engine.context)
     _, loader = accelerator.prepare(
         torch.nn.Linear(3, 2).requires_grad_(False), torch.utils.data.DataLoader(range(4), batch_size=2)
     )
@@ -154,7 +154,7 @@ def test_a_prepared_loader_ends_a_step_after_each_batch(monkeypatch):
 def test_a_loader_that_skips_batches_and_one_prepared_again_still_end_steps(monkeypatch):
     calls = stand_in(monkeypatch)
     accelerator = Accelerator(cpu=True)
-    accelerator.engine = XLAEngine(accelerator.engine.context)
+    accelerator.run.engine = XLAEngine(accelerator.engine.context)
     model = torch.nn.Linear(3, 2).requires_grad_(False)
     _, loader = accelerator.prepare(model, torch.utils.data.DataLoader(range(8), batch_size=2))
 
