@@ -53,10 +53,10 @@ def test_a_program_that_cannot_be_verified_exits_with_2(tmp_path: Path, program:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "No script was given"),
+        ([], "No script was passed"),
         (["--num_processes", "1", "x.py"], "give 2 or more"),
         (["--steps", "0", "x.py"], "give 1 or more"),
-        (["--json", "none/found.json", "x.py"], "--json is none/found.json: its folder is not there"),
+        (["--json", "none/found.json", "x.py"], "--json is none/found.json: its folder does not exist"),
         (["--num_machines", "2", "x.py"], "on one machine"),
     ],
 )

@@ -79,7 +79,7 @@ def test_deepspeed_has_to_be_asked_for() -> None:
 
 
 def test_a_script_is_needed() -> None:
-    with pytest.raises(LaunchError, match="No script was given"):
+    with pytest.raises(LaunchError, match="No script was passed"):
         embedding.prepare_simple_launcher_cmd_env(launch_command_parser().parse_args([]))
 
 

@@ -77,7 +77,7 @@ def test_the_exit_code_and_signals_are_the_scripts(start: Start) -> None:
         (("none.py",), "The script 'none.py' does not exist in "),
         (("--num_processes", "2", "none.py"), "The script 'none.py' does not exist in "),
         ((".",), "folder without __main__.py"),
-        ((), "No script was given"),
+        ((), "No script was passed"),
         (("--num_proceses", "2", "s.py"), "unknown flag --num_proceses. Did you mean --num_processes?"),
         (("--num_processes", "0", "s.py"), "'0' is not allowed"),
         (("--mixed_precision", "fp17", "s.py"), "'fp17' is not allowed; allowed: no, fp8, fp16, bf16"),

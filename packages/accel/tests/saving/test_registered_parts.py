@@ -149,7 +149,7 @@ def test_what_has_no_place_yet_is_told_where_models_are_sharded(world, tmp_path,
     for text in world.run(load_into_an_empty_one, engine, folder):
         assert "state['weights'][0] was saved sharded" in text
         assert "registered object 0 (Average)" in text
-        assert "Make its tensors before load_state" in text
+        assert "Create its tensors before load_state" in text
     assert world.run(load_into_an_empty_one, "single", folder, size=1) == ["4"]
 
 

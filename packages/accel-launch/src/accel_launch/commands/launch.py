@@ -123,7 +123,7 @@ def plan_of(args: argparse.Namespace) -> LaunchPlan:
 def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> LaunchPlan:
     script = getattr(args, "training_script", None)
     if script is None:
-        raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
+        raise LaunchError("No script was passed: accel launch [flags] SCRIPT [arguments of the script].")
     return make_plan(settings, script, args.training_script_args or [], environ)
 
 

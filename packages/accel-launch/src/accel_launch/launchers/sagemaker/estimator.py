@@ -72,7 +72,7 @@ def _script(settings: Settings, args: argparse.Namespace) -> Path:
             "`import accel.drop_in; accel.drop_in.activate()`."
         )
     if script is None:
-        raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
+        raise LaunchError("No script was passed: accel launch [flags] SCRIPT [arguments of the script].")
     # Absolute, as its folder is what the estimator uploads.
     path = Path(script).resolve()
     if path.suffix != ".py" or not path.is_file():
