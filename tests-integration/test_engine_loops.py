@@ -261,7 +261,7 @@ def test_another_order_than_in_the_first_step_is_told(world, case):
     world.run(change_groups, case, size=2, timeout_s=60)
 
 
-@pytest.mark.filterwarnings("ignore:.* otherwise than the first one did")
+@pytest.mark.filterwarnings("ignore:.* differently than the first one did")
 def test_groups_that_all_processes_run_together(world):
     hidden = (6, 6, 4)
     (state, *_) = world.run(route, "cp", hidden, "Expert", size=2, timeout_s=60)
