@@ -212,7 +212,7 @@ def refused(kind: str) -> str:
         ("swapped", "its IterableDataset is for process 1 of 2, but this is process 0 of 2"),
         ("of four", "its IterableDataset is for process 0 of 4, but this is process 0 of 2"),
         ("swapped table", "lengths: 23 on process 0, 24 on process 1"),
-        ("shuffled apart", "Pass a seed to what shuffles"),
+        ("shuffled apart", "Pass a seed to whatever shuffles"),
         ("split apart", "lengths: 40 on process 0, 40 on process 1"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_part_goes_on_on_as_many_processes_only():
     assert [i for batch in again for i in batch["i"].tolist()] == order[12:]
     assert sorted(order + [i for batch in make(1, 2) for i in batch["i"].tolist()]) == list(range(LENGTH))
     assert len(rest) == LENGTH - len(order) - 12
-    with pytest.raises(ValueError, match="divided over 2 processes"):
+    with pytest.raises(ValueError, match="sharded over 2 processes"):
         make(0, 4).load_state_dict(state)
 
 
