@@ -192,7 +192,8 @@ def test_the_summary_adds_up(world, tmp_path, size):
         assert 0.7 * whole < sum(seconds.values()) <= whole  # all but making the Accelerator
         assert seconds["data"] >= 3 * 0.001 * (23 // size)
         assert seconds["forward"] >= 3 * 0.002 * (6 // size)
-        assert seconds["backward"] >= 2 * 0.002 * (6 // size)
+        # The wait in a backward pass is estimated from the passes that DDP times.
+        assert seconds["backward"] + seconds["collectives"] >= 2 * 0.002 * (6 // size)
         assert min(seconds["optimizer"], seconds["checkpoint"]) > 0
         assert seconds["other"] >= 0.05
         assert own["peak_memory"]["host"] > 50 * 2**20
