@@ -208,25 +208,45 @@ class Accelerator:
         """The plan and this process, as `AcceleratorState` shows them."""
         return self.run.state
 
+    @state.setter
+    def state(self, state: AcceleratorState) -> None:
+        self.run.state = state
+
     @property
     def gradient_state(self) -> GradientState:
         """The state of the accumulation window, which optimizers, schedulers and loaders read."""
         return self.run.gradient_state
+
+    @gradient_state.setter
+    def gradient_state(self, gradient_state: GradientState) -> None:
+        self.run.gradient_state = gradient_state
 
     @property
     def window(self) -> Window:
         """The accumulation window."""
         return self.run.window
 
+    @window.setter
+    def window(self, window: Window) -> None:
+        self.run.window = window
+
     @property
     def engine(self) -> Engine:
         """How training is parallelized."""
         return self.run.engine
 
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self.run.engine = engine
+
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of fp16 training, else None."""
         return self.run.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.run.scaler = scaler
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -269,21 +289,41 @@ class Accelerator:
         # Client programs read these five, transformers' Trainer among them.
         return self.run.prepared.models
 
+    @_models.setter
+    def _models(self, models: list[torch.nn.Module]) -> None:
+        self.run.prepared.models = models
+
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return self.run.prepared.optimizers
+
+    @_optimizers.setter
+    def _optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.run.prepared.optimizers = optimizers
 
     @property
     def _schedulers(self) -> list[AcceleratedScheduler]:
         return self.run.prepared.schedulers
 
+    @_schedulers.setter
+    def _schedulers(self, schedulers: list[AcceleratedScheduler]) -> None:
+        self.run.prepared.schedulers = schedulers
+
     @property
     def _dataloaders(self) -> list[Any]:
         return self.run.prepared.loaders
 
+    @_dataloaders.setter
+    def _dataloaders(self, dataloaders: list[Any]) -> None:
+        self.run.prepared.loaders = dataloaders
+
     @property
     def _custom_objects(self) -> list[Any]:
         return self.run.registered
+
+    @_custom_objects.setter
+    def _custom_objects(self, custom_objects: list[Any]) -> None:
+        self.run.registered = custom_objects
 
     # Settings
 
@@ -1248,10 +1288,18 @@ class Accelerator:
         """The trackers that `init_trackers` starts."""
         return self.tracking.log_with
 
+    @log_with.setter
+    def log_with(self, log_with: list[str | GeneralTracker]) -> None:
+        self.tracking.log_with = log_with
+
     @property
     def trackers(self) -> list[GeneralTracker]:
         """The trackers that were started by the last `init_trackers`, also after their end."""
         return self.tracking.trackers
+
+    @trackers.setter
+    def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self.tracking.trackers = trackers
 
     def init_trackers(
         self,

@@ -98,3 +98,28 @@ def test_copies_find_their_own_objects(copied):
     for item in (*other.models, *other.optimizers):
         assert other.find(item) is item
     assert all(other.find(item) is None for item in accelerator.run.prepared.models)
+
+
+def test_what_a_program_takes_out_of_the_lists_is_not_found_and_not_kept():
+    accelerator = Accelerator(cpu=True)
+    originals = objects()
+    results = accelerator.prepare(*originals)
+    references = [weakref.ref(item) for item in results[2:]]
+    accelerator._models.clear()
+    accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = [], [], []
+    assert [accelerator.run.prepared.find(item) for item in (*originals, *results)] == [None] * 8
+    del results, originals
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "name", ["state", "gradient_state", "window", "engine", "scaler", "trackers", "log_with"]
+)
+def test_the_parts_of_an_accelerator_can_be_replaced(name):
+    accelerator = Accelerator(cpu=True)
+    other = object()
+    before = getattr(accelerator, name)
+    setattr(accelerator, name, other)
+    assert getattr(accelerator, name) is other
+    setattr(accelerator, name, before)

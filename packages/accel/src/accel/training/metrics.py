@@ -152,7 +152,7 @@ class _Padding:
     Args:
         real: By the numbers of rows of all processes: how many of them are real. The rest follows them.
         unclear: Numbers of rows that batches of several loaders have, of which different ones are real.
-        warns: Whether other numbers of rows are told.
+        warns: Whether to warn of other numbers of rows.
     """
 
     real: dict[tuple[int, ...], tuple[int, ...]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from weakref import ref
 
@@ -15,8 +15,9 @@ from accel_optim.scheduler import AcceleratedScheduler
 
 @dataclass(frozen=True)
 class _Record:
-    original: Callable[[], Any]  # a weak reference: a loader must not keep what it was made from
-    prepared: Any
+    # Weak references: a loader must not keep what it was made from, and only the lists keep what is prepared.
+    original: Callable[[], Any]
+    prepared: Callable[[], Any]
     settings: Any
 
 
@@ -54,12 +55,12 @@ class PreparedObjects:
         for prepared in (*self.optimizers, *self.schedulers):
             if prepared is original or _unwrap(prepared) is inner:
                 return prepared
-        for record in self._records:
+        for record, prepared in self._registered():
             # Prepared again with other settings, it is another loader.
             if settings is not None and record.settings != settings:
                 continue
-            if record.prepared is original or (original is not None and record.original() is original):
-                return record.prepared
+            if prepared is original or (original is not None and record.original() is original):
+                return prepared
         return None
 
     def record(self, kind: str, original: Any, prepared: Any, settings: Any = None) -> None:
@@ -74,7 +75,9 @@ class PreparedObjects:
         registered: list[Any] = getattr(self, kind)
         if not any(item is prepared for item in registered):
             registered.append(prepared)
-        self._records.append(_Record(_reference(original), prepared, settings))
+        # Without those that are gone, as programs may prepare a loader for each epoch.
+        self._records = [item for item in self._records if item.prepared() is not None]
+        self._records.append(_Record(_reference(original), _reference(prepared), settings))
 
     def replace(self, kind: str, index: int, prepared: Any) -> None:
         """Record that a prepared object was wrapped once more.
@@ -87,7 +90,7 @@ class PreparedObjects:
         registered: list[Any] = getattr(self, kind)
         before, registered[index] = registered[index], prepared
         self._records = [
-            _Record(item.original, prepared, item.settings) if item.prepared is before else item
+            replace(item, prepared=_reference(prepared)) if item.prepared() is before else item
             for item in self._records
         ]
 
@@ -98,11 +101,23 @@ class PreparedObjects:
 
     def _find_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
         plain = _plain(model)
-        for record in self._records:
+        for record, prepared in self._registered():
             original = record.original()
             if isinstance(original, torch.nn.Module) and _plain(original) is plain:
-                return cast("torch.nn.Module", record.prepared)
+                return cast("torch.nn.Module", prepared)
         return next((item for item in self.models if item is model or _plain(item) is plain), None)
+
+    def _registered(self) -> Iterator[tuple[_Record, Any]]:
+        """The records of what is still in the lists, which programs may empty, and what it is."""
+        registered = {
+            id(item)
+            for each in (self.models, self.optimizers, self.schedulers, self.loaders)
+            for item in each
+        }
+        for record in self._records:
+            prepared = record.prepared()
+            if id(prepared) in registered:
+                yield record, prepared
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references cannot be pickled, and what is prepared is found by itself in a copy.
