@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -244,24 +246,38 @@ def test_processes_whose_losses_use_other_groups(world, case):
     assert_refused(world, message, route, case)
 
 
-def change_groups(case: str) -> None:
-    """Both processes run another group in the second step than in the first."""
+def change_groups(case: str, *second: int) -> None:
+    """All processes run the first group in the first step, and their own of `second` in the second step."""
     accelerator = Accelerator(**CASES[case].options())
-    model = Routed((6, 6), "Expert")
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=3))
+    model = Routed((6, 6, 6), "Expert")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(2, WIDTH), 0).sum().backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match="runs blocks.0.experts.1 on process . differently than the first"):
-        model(torch.ones(2, WIDTH), 1).sum().backward()
+    group = second[accelerator.process_index]
+    if set(second) == {group}:
+        with pytest.warns(UserWarning, match=f"is at blocks.0.experts.{group} on process ., where the first"):
+            model(torch.ones(2, WIDTH), group).sum().backward()
+    elif group == 0:
+        # Does not begin the collective of its group, as it would wait for the other process in it.
+        expert = accelerator.unwrap_model(model).blocks[0].experts[0]
+        expert.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, WIDTH), group)
+    else:
+        message = "processes came there within 3 s" if 0 in second else "at blocks.0.experts.1 and others at"
+        with pytest.raises(RuntimeError, match=message), pytest.warns(UserWarning, match="where the first"):
+            model(torch.ones(2, WIDTH), group).sum().backward()
     accelerator.end_training()
 
 
 @pytest.mark.parametrize("case", ["fsdp1", "fsdp2"])
-def test_another_order_than_in_the_first_step_is_told(world, case):
-    world.run(change_groups, case, size=2, timeout_s=60)
+@pytest.mark.parametrize("second", [(1, 1), (1, 2), (1, 0)], ids=str)
+def test_another_order_than_in_the_first_step(world, case, second):
+    world.run(change_groups, case, *second, size=2, timeout_s=60)
 
 
-@pytest.mark.filterwarnings("ignore:.* differently than the first one did")
+@pytest.mark.filterwarnings("ignore:.* where the first one was not")
 def test_groups_that_all_processes_run_together(world):
     hidden = (6, 6, 4)
     (state, *_) = world.run(route, "cp", hidden, "Expert", size=2, timeout_s=60)

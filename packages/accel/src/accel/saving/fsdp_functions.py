@@ -29,7 +29,8 @@ from accel_ckpt.sharded.optimizer import load_sharded_optimizer, sharded_state_t
 from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
 from accel_ckpt.training_state.optimizer_groups import match_groups
 from accel_ckpt.training_state.undo import undo_on_error
-from accel_state.verify import output_path
+from accel_state.logging.warning import warn
+from accel_state.verify import is_verifying, output_path
 
 if TYPE_CHECKING:
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -105,13 +106,15 @@ def load_fsdp_model(
         RuntimeError: If a name of the model (with adapter_only, of its adapters) is missing or unexpected.
         Exception: Any other error of this process; a CheckpointError on the other processes.
     """
+    is_sharded, input_dir = _is_sharded(fsdp_plugin, use_dcp), output_path(input_dir)
+    name = (file_names.sharded_model_folder if is_sharded else file_names.gathered_model_file)(model_index)
+    if _is_missing_under_verify("load_fsdp_model", input_dir, name):
+        return torch.nn.Module().load_state_dict({})  # no missing and no unexpected names
     # An adapter's file does not have the frozen weights, so loading it cannot be strict.
     engine, is_partial = accelerator.run.engine, adapter_only and is_peft_model(model)
-    if _is_sharded(fsdp_plugin, use_dcp):
+    if is_sharded:
         weights = _sharded_weights(accelerator.run, model, adapter_only)
-        folder = _find_sharded_folder(
-            accelerator.run, input_dir, file_names.sharded_model_folder(model_index)
-        )
+        folder = _find_sharded_folder(accelerator.run, input_dir, name)
         index = read_index(folder, accelerator.run.process)
         weights = without_extra_state(weights, index.state_dict_metadata)
         read_folder({"model": weights}, folder, accelerator.run.process, index)
@@ -119,11 +122,10 @@ def load_fsdp_model(
         options = StateDictOptions(strict=not is_partial)
         # torch's function also loads tensors that are not sharded, and returns the incompatible keys.
         return set_model_state_dict(engine.states.state_root(model), weights, options=options)
-    file = file_names.gathered_model_file(model_index)
-    full_state = _read_full(accelerator.run, input_dir, file)
+    full_state = _read_full(accelerator.run, input_dir, name)
     target = engine.states.model_to_load(model)
     if is_partial:
-        full_state = to_model_names(full_state, adapter_names(model, target.state_dict()), file)
+        full_state = to_model_names(full_state, adapter_names(model, target.state_dict()), name)
     return target.load_state_dict(full_state, strict=not is_partial)
 
 
@@ -191,13 +193,14 @@ def load_fsdp_optimizer(
             unchanged.
     """
     process, inner = accelerator.run.process, getattr(optimizer, "optimizer", optimizer)
-    if _is_sharded(fsdp_plugin, use_dcp):
-        folder = _find_sharded_folder(
-            accelerator.run, input_dir, file_names.sharded_optimizer_folder(optimizer_index)
-        )
+    is_sharded, input_dir = _is_sharded(fsdp_plugin, use_dcp), output_path(input_dir)
+    name = (file_names.sharded_optimizer_folder if is_sharded else file_names.optimizer_file)(optimizer_index)
+    if _is_missing_under_verify("load_fsdp_optimizer", input_dir, name):
+        return
+    if is_sharded:
+        folder = _find_sharded_folder(accelerator.run, input_dir, name)
         load_sharded_optimizer(accelerator.run.engine.states.state_root(model), inner, folder, process)
         return
-    name = file_names.optimizer_file(optimizer_index)
     # Every process reads the file and takes its shard: nothing is sent.
     full_state = _read_full(accelerator.run, input_dir, name)
     states = accelerator.run.engine.states
@@ -229,6 +232,13 @@ def _is_sharded(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
             "use_dcp=False, or set 'FULL_STATE_DICT'."
         )
     return is_sharded
+
+
+def _is_missing_under_verify(function: str, folder: Folder, name: str) -> bool:
+    if not is_verifying() or Path(folder, name).exists():
+        return False
+    warn(f"{function} restores nothing: under `accel verify` a script starts without a checkpoint.")
+    return True
 
 
 def _sharded_weights(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:

@@ -14,8 +14,11 @@ from accel.utils import (
     FullyShardedDataParallelPlugin,
     ProfileKwargs,
     ProjectConfiguration,
+    load_fsdp_model,
+    load_fsdp_optimizer,
     save,
     save_fsdp_model,
+    save_fsdp_optimizer,
     set_seed,
 )
 
@@ -49,8 +52,14 @@ loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.register_save_state_pre_hook(lambda _, __, folder: Path(folder, "own.txt").write_text("own"))
 assert accelerator.load_state(missing_ok=True) == (has_checkpoints and not is_verified)
+fsdp = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+if is_verified:
+    (weight, _), before = model.parameters(), accelerator.unwrap_model(model).weight.clone()
+    assert not load_fsdp_model(fsdp, accelerator, model, out / "fsdp").missing_keys
+    load_fsdp_optimizer(fsdp, accelerator, optimizer, model, out / "fsdp")
+    assert torch.equal(weight, before)
+    assert not optimizer.state
 try:
-    fsdp = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
     for number, (x,) in enumerate(loader):
         accelerator.backward(model(x).square().mean())
         optimizer.step()
@@ -62,6 +71,7 @@ try:
         folder = accelerator.save_state()
         accelerator.save_model(model, out / "weights")
         save_fsdp_model(fsdp, accelerator, model, out / "fsdp")
+        save_fsdp_optimizer(fsdp, accelerator, optimizer, model, out / "fsdp")
         accelerator.save({"step": number}, out / "accelerator.pt")
         save({"step": number}, str(out / "function.pt"))
         Path(str(accelerator.project_dir), "by the script.txt").write_text("step\n" * number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_ops.debug.store import default_store, prefixed
 from accel_ops.trees.walk import flatten
 from accel_state.logging.warning import warn
 
@@ -32,7 +35,9 @@ def check_same_order(
 
     All processes gather the parameters of such a module, and reduce its gradients, in one collective. A
     process that is at another module would mix both. Later forward passes are compared with the first one,
-    without communication; a difference is warned of once. Compiled code is not compared.
+    without communication. A process at which one differs waits, before the engine communicates, until all
+    others differ in the same way, and warns once; else it raises. Later backward passes and compiled code are
+    not compared.
 
     Args:
         root: The model.
@@ -53,12 +58,21 @@ def check_same_order(
         unit.register_forward_hook(partial(order.leave, number), prepend=True)
 
 
+# How many models there are in a process group, by its store: all its processes prepare the same ones.
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_PAUSE_S = 0.001  # between two polls of the store
+
+
 class _Order:
     def __init__(self, names: list[str], process: ProcessInfo, engine: str, fix: str) -> None:
         self.names, self.process, self.engine, self.fix = names, process, engine, fix
         self.reference: list[int] | None = None  # the order of the first forward pass
         self.seen: list[int] = []
         self.is_training = self.has_warned = self.has_queued = False
+        store = default_store()
+        _counts[store] = _counts.get(store, 0) + 1
+        self.prefix = f"accel/order/{_counts[store]}"
+        self.agreements = 0
 
     def begin(self, *_: Any) -> None:
         self.is_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -73,7 +87,7 @@ class _Order:
             if self.reference is None:
                 self.compare(number, "forward")
             elif self.reference[len(self.seen) - 1 : len(self.seen)] != [number]:
-                self.warn(number)  # before the engine communicates
+                self.agree(number)
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -105,23 +119,51 @@ class _Order:
             self.compare(len(self.names) - 1, "forward")
             self.reference = self.seen
         elif len(self.seen) < len(self.reference):
-            self.warn(self.reference[len(self.seen)])
+            self.agree(len(self.names) - 1)
 
-    def warn(self, number: int) -> None:
+    def agree(self, number: int) -> None:
+        """Raise unless all processes differ from the first pass here, and are at the same module.
+
+        Through the store: a process that does not differ is in a collective of the engine.
+        """
+        base = default_store()
+        if base is None:
+            return
+        rank = self.process.rank
+        place = f"{self.engine}: a forward pass is at {self.names[number]} on process {rank}, where "
         if not self.has_warned:
             self.has_warned = True
             warn(
-                f"{self.engine}: a forward pass runs {self.names[number]} on process {self.process.rank} "
-                "differently than the first one did. All processes gather parameters and reduce gradients "
-                f"in the same collectives: if they do not all do the same, weights become wrong. {self.fix}",
+                f"{place}the first one was not. All processes gather parameters and reduce gradients in the "
+                "same collectives, so this process waits for the others, here and wherever it happens again. "
+                f"{self.fix}",
                 about="process",
             )
+        store: Any = prefixed(self.prefix, base)
+        keys = [f"{self.agreements}/{rank}" for rank in range(self.process.world_size)]
+        store.set(keys[rank], str(number))
+        timeout_s = store.timeout.total_seconds()
+        give_up_at = time.monotonic() + timeout_s
+        while not store.check(keys):
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(
+                    f"{place}the first one was not, and not all other processes came there within "
+                    f"{timeout_s:g} s (the process group's timeout). {self.fix}"
+                )
+            time.sleep(_PAUSE_S)
+        self.raise_if_apart([int(store.get(key)) for key in keys], "forward", number)
+        if self.agreements:  # all have read the previous ones
+            store.delete_key(f"{self.agreements - 1}/{rank}")
+        self.agreements += 1
 
     def compare(self, number: int, what: str) -> None:
         """Raise on all processes if they are at different modules."""
         extremes = torch.tensor([number, -number], device=self.process.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        last, first = int(extremes[0]), -int(extremes[1])
+        self.raise_if_apart([int(extremes[0]), -int(extremes[1])], what, number)
+
+    def raise_if_apart(self, numbers: list[int], what: str, number: int) -> None:
+        first, last = min(numbers), max(numbers)
         if first != last:
             raise RuntimeError(
                 f"{self.engine}: in {what}, some processes are at {self.names[first]} and others at "
