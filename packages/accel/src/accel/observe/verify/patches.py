@@ -28,18 +28,17 @@ def replace_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Call
     return functools.partial(delattr, owner, name)
 
 
-def switch_off(keyword: str) -> Callable[..., Any]:
+def switch_off(keyword: str, position: int) -> Callable[..., Any]:
     """A wrapper that calls a function of torch without its dropout.
 
     Args:
         keyword: The function's argument for the probability.
+        position: Its place among the positional arguments.
     """
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if keyword == "p":
-            # Its second positional argument.
-            args, kwargs = args[:1] + (0.0,) * (len(args) > 1) + args[2:], {**kwargs}
-            return original(*args, **({**kwargs, "p": 0.0} if len(args) < 2 else kwargs))
-        return original(*args, **({**kwargs, keyword: 0.0} if keyword in kwargs else kwargs))
+        if len(args) > position:
+            return original(*args[:position], 0.0, *args[position + 1 :], **kwargs)
+        return original(*args, **{**kwargs, keyword: 0.0})
 
     return call

@@ -162,8 +162,8 @@ class TrainingRecorder(Observer):
         torch.use_deterministic_algorithms(True, warn_only=not strict or lenient)
         self._detach.callback(torch.use_deterministic_algorithms, strict, warn_only=lenient)
         if self._without_dropout:
-            for name, keyword in (("dropout", "p"), ("scaled_dot_product_attention", "dropout_p")):
-                self._wrap(torch.nn.functional, name, switch_off(keyword))
+            self._wrap(torch.nn.functional, "dropout", switch_off("p", 1))
+            self._wrap(torch.nn.functional, "scaled_dot_product_attention", switch_off("dropout_p", 4))
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         self._detach.callback(replace_function(owner, name, wrapper))
