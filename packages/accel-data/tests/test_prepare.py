@@ -809,6 +809,34 @@ def test_the_length_of_a_subclass_ends_an_epoch_of_a_sampler_without_end(sampler
     assert epochs == [[list(range(start, start + size)) for start in range(0, 3 * size, size)]] * 2
 
 
+class HasLength(DataLoader):
+    """Has a length of its own, and the iteration of torch, which would never end."""
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("make", [DataLoader, HasLength])
+def test_a_sampler_that_repeats_its_length_without_end_is_refused(make):
+    repeating = RepeatingWithLength(BatchSampler(range(12), 4, drop_last=False))
+    for options in ({"sampler": WithoutEndButLength(), "batch_size": 4}, {"batch_sampler": repeating}):
+        loader = prepare_data_loader(make(range(12), **options), num_processes=2, process_index=0)
+        with pytest.raises(ValueError, match=r"repeat without end: its length is \d+, and it gave 200000"):
+            next(iter(loader))
+
+
+def test_a_sampler_may_give_more_than_its_length():
+    class Estimated(Sampler):
+        def __iter__(self):
+            return iter(range(150_000))
+
+        def __len__(self):
+            return 110_000
+
+    loader = prepare_data_loader(DataLoader(range(150_000), 50_000, sampler=Estimated()))
+    assert [len(batch) for batch in loader] == [50_000] * 3
+
+
 def test_an_epoch_may_be_shorter_than_the_data():
     loader = KeepsWorkers(range(12), 2, repeating=lambda sampler: sampler, steps=4)
     with pytest.warns(UserWarning, match="persistent_workers=True"):

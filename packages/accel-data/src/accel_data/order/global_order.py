@@ -28,6 +28,7 @@ KEYED_FROM = 2**27
 """From this dataset length on, shuffled orders are computed from a key by default."""
 
 _CHUNK = 1024  # entries taken at once from a sampler without a length
+_SURELY_FINITE = 100_000  # entries that are listed from a sampler of any length
 _BLOCK = 8192  # entries of an order converted to a list at once
 
 
@@ -219,9 +220,34 @@ def order_of(
 
     def listed() -> list[Any]:
         with isolated or nullcontext(), default_device_of(sampler_generator(sampler)):
-            return list(sampler)
+            return _entries(sampler)
 
     return listed() if verify is None else verify(listed)
+
+
+def _entries(sampler: Any) -> list[Any]:
+    """List the entries of a sampler.
+
+    Raises:
+        ValueError: If it gives so many more than its length that it seems to repeat without end.
+    """
+    iterator = iter(sampler)
+    entries = list(islice(iterator, _SURELY_FINITE))
+    if len(entries) < _SURELY_FINITE:
+        return entries
+    try:
+        length = len(sampler)
+    except (AttributeError, TypeError, NotImplementedError):  # inherited, and not for this class
+        return [*entries, *iterator]
+    limit = 2 * max(length, _SURELY_FINITE)  # the length may be an estimate
+    entries += islice(iterator, limit - len(entries))
+    if len(entries) == limit:
+        name = type(sampler).__name__
+        raise ValueError(
+            f"{name} seems to repeat without end: its length is {length}, and it gave {limit} entries. End "
+            f"its iteration after an epoch; or remove {name}.__len__, so that it is read step by step."
+        )
+    return entries
 
 
 def is_drawn_by_torch(sampler: Any) -> bool:
