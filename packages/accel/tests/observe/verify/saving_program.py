@@ -53,6 +53,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.register_save_state_pre_hook(lambda _, __, folder: Path(folder, "own.txt").write_text("own"))
 assert accelerator.load_state(missing_ok=True) == (has_checkpoints and not is_verified)
 fsdp = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+if has_checkpoints:  # the user's, also where accel verify must not read them
+    newest = max((out / "checkpoints").iterdir(), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    assert accelerator.load_state(str(newest)) != is_verified
 if is_verified:
     (weight, _), before = model.parameters(), accelerator.unwrap_model(model).weight.clone()
     assert not load_fsdp_model(fsdp, accelerator, model, out / "fsdp").missing_keys
