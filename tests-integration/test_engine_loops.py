@@ -372,6 +372,18 @@ def test_hooks_on_parameters(world, case, hooked, is_late):
     assert_same_weights(state, model.state_dict())
 
 
+def prepare_with_late_hook(case: str) -> None:
+    accelerator = Accelerator(**CASES[case].options())
+    model, _ = make_layers()
+    model.middle.up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    accelerator.prepare(model)
+
+
+@pytest.mark.parametrize("case", ["fsdp1", "fsdp2", "tp"])
+def test_hooks_after_the_accumulation_are_refused(world, case):
+    assert_refused(world, "middle.up.weight has a hook", prepare_with_late_hook, case)
+
+
 def swap_average(case: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train, and evaluate in between with other weights, which are put in and out in place."""
     accelerator = Accelerator(**CASES[case].options())
@@ -460,6 +472,59 @@ def test_a_penalty_on_gradients(world, case):
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(state, model.state_dict())
+
+
+class Forces(Layers):
+    """An energy and its slope, which a model may compute in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.kind == "own class":
+            return Energy(super().forward(x))
+        x = x.clone().requires_grad_()
+        energy = super().forward(x)
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy.square().mean() + slope.square().mean()
+
+
+class Energy:
+    """An output of a class whose tensors nobody finds."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def train_forces(case: str | None, kind: str) -> dict[str, torch.Tensor]:
+    accelerator = None if case is None else Accelerator(**CASES[case].options())
+    torch.manual_seed(0)
+    model = Forces(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(STEPS):
+        x = rows("ddp", step) if case is None else own_rows(accelerator, case, step)
+        loss = model(x.requires_grad_())
+        if kind == "own class":
+            (slope,) = torch.autograd.grad(loss.value.sum(), x, create_graph=True)
+            loss = loss.value.square().mean() + slope.square().mean()
+        loss.backward() if case is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict() if case is None else state_of(accelerator, model)
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")
+@pytest.mark.parametrize("case", marked(["ddp", "fsdp2", "tp", "fsdp2 x tp", "deepspeed 3"]))
+@pytest.mark.parametrize("kind", ["in forward", "own class"])
+def test_a_penalty_on_gradients_that_the_output_does_not_show(world, case, kind):
+    if case != "ddp":
+        assert_refused(world, "create_graph=True.*DDP or on one process", train_forces, case, kind)
+        return
+    (state, *_) = world.run(train_forces, case, kind, size=2, timeout_s=60)
+    assert_same_weights(state, train_forces(None, kind))
 
 
 def penalty(model: torch.nn.Module, start: list[torch.Tensor], kind: str) -> torch.Tensor:

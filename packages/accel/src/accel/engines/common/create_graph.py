@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch
 from accel_ops.trees.walk import flatten
 
 
-def reject_create_graph(model: torch.nn.Module, engine: str) -> None:
-    """Make a backward pass with `create_graph=True` through a model raise an error, on all processes.
+def reject_create_graph(modules: Iterable[torch.nn.Module], engine: str) -> None:
+    """Make a backward pass with `create_graph=True` through modules raise an error, on all processes.
 
     Args:
-        model: The model.
+        modules: The model, and modules in it whose weights are gathered or split: such a pass may begin
+            inside the model's forward (forces as the gradient of an energy), or at an output of any class.
         engine: The name of the engine.
     """
-    model.register_forward_hook(partial(_after_forward, engine))
+    for module in dict.fromkeys(modules):
+        module.register_forward_hook(partial(_after_forward, engine))
 
 
 def _after_forward(engine: str, model: Any, inputs: Any, output: Any) -> None:

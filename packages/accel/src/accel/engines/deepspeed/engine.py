@@ -316,7 +316,8 @@ class DeepSpeedEngine(Engine):
         engine = self._start(model, config, **options)
         gradients.undo_trial_step(engine)
         gradients.reduce_matching(engine, self.context.process, self.name)
-        reject_create_graph(engine.module, self.name)
+        gathered = gradients.gathered_modules(engine.module) if self.plugin.zero_stage == 3 else {}
+        reject_create_graph([engine.module, *gathered.values()], self.name)
         if self._groups is not None:
             gradients.average_over_all_ranks(engine)
         self._driver = DeepSpeedEngineWrapper(engine, trained)

@@ -180,7 +180,7 @@ def reduce_matching(engine: Any, process: ProcessInfo, name: str) -> None:
     if process.world_size == 1 or not stage or _accumulates_separately(engine):
         return
     if stage == 3:
-        check_same_order(engine.module, _gathered_modules(engine.module), process, name, ZERO3_FIX)
+        check_same_order(engine.module, gathered_modules(engine.module), process, name, ZERO3_FIX)
     elif stage == 1 and not optimizer.overlap_comm:  # reduced at the window's end, in the order of parameters
         optimizer.reduce_gradients = partial(_reduce_all, weakref.ref(optimizer))
     else:
@@ -188,7 +188,7 @@ def reduce_matching(engine: Any, process: ProcessInfo, name: str) -> None:
         optimizer.reduce_ipg_grads = partial(_reduce_checked, weakref.ref(optimizer), process, name, names)
 
 
-def _gathered_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def gathered_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules whose parameters stage 3 gathers at once."""
     leaves = [name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     return {

@@ -39,7 +39,7 @@ class FlatGradientSync(ShardedGradientSync):
         handles = [handle for _, handle in flat.fsdp_units([model])]
         model.register_forward_pre_hook(partial(check_hooks_of_shards, handles))
         model.register_forward_pre_hook(partial(drop_stale_hooks, handles))
-        reject_create_graph(model, "fsdp1")
+        reject_create_graph([model], "fsdp1")
         check_same_order(model, flat.units_by_name(model), self._process, "fsdp1", FSDP_FIX)
 
     def trained_parameter(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.common.create_graph import reject_create_graph
@@ -57,7 +58,12 @@ class MeshGradientSync(ShardedGradientSync):
         for unit in units.values():
             fsdp2_private.reduce_unused_as_zeros(unit, self._unused)
             fsdp2_private.move_hooks(unit, hooks)
-        reject_create_graph(model, engine)
+        split = (
+            module
+            for module in model.modules()
+            if any(isinstance(item, DTensor) for item in module._parameters.values())
+        )
+        reject_create_graph([model, *(units.values() or split)], engine)
         check_same_order(model, units, self._process, engine, FSDP_FIX)
         for parameter in model.parameters():
             self._shards[parameter] = None
