@@ -6,6 +6,7 @@ The attributes are not documented (DeepSpeed 0.19); the engine tests compare eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ _COPIES = (
     ("bf16_partitioned_groups", "fp32_groups_flat_partition", True),  # 1 in bf16 with fp32 gradients
     ("fp16_groups_flat", "fp32_groups_flat", False),  # 0 in half precision, with DeepSpeed's own optimizers
     ("fp16_groups", "fp32_groups", False),  # 0 in half precision, with others
+)
+
+# The buffers of the model's weights, and the parameters in each, in their order there.
+_BUFFERS = (
+    ("bit16_groups_flat", "round_robin_bit16_groups"),  # 1 and 2
+    ("bf16_groups_flat", "bf16_groups"),  # 1 in bf16 with fp32 gradients
+    ("fp16_groups_flat", "fp16_groups"),  # 0 in half precision, with DeepSpeed's own optimizers
 )
 
 _ROW = 4096
@@ -54,6 +62,7 @@ def copy_changes(engine: Any, checksums: torch.Tensor | None = None) -> None:
         checksums: The checksums of the weights in the copies; None to always compare.
     """
     optimizer = engine.optimizer
+    _copy_to_buffers(optimizer)
     full = [item for item in getattr(optimizer, "persistent_parameters", ()) if item.data.numel()]
     if full:  # small ones at stage 3, which are not sharded between steps
         full[0].partition(full, has_been_updated=True)
@@ -66,6 +75,27 @@ def copy_changes(engine: Any, checksums: torch.Tensor | None = None) -> None:
                 # Unchanged elements keep the digits that half precision drops.
                 is_same = copied.to(weights.dtype) == weights
                 copied.copy_(torch.where(is_same, copied, weights.to(copied.dtype)))
+
+
+def _copy_to_buffers(optimizer: Any) -> None:
+    """Copy weights that were replaced (`parameter.data = ...`) to the flat buffers whose views they were."""
+    existing = [names for names in _BUFFERS if hasattr(optimizer, names[0])]
+    for name, of_members in existing[:1]:
+        for number, buffer in enumerate(getattr(optimizer, name)):
+            members = getattr(optimizer, of_members)[number]
+            start = buffer.untyped_storage().data_ptr()
+            if all(item.untyped_storage().data_ptr() == start for item in members):
+                continue
+            padded = getattr(optimizer, "round_robin_bit16_offsets", None)  # of stages 1 and 2
+            offsets = (
+                accumulate((item.numel() for item in members), initial=0)
+                if padded is None
+                else padded[number]
+            )
+            for item, offset in zip(members, offsets, strict=False):
+                view = buffer.narrow(0, offset, item.numel()).view(item.shape)
+                if item.untyped_storage().data_ptr() != start:
+                    item.data = view.detach().copy_(item.data)
 
 
 def _copies(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
