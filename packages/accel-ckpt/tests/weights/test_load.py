@@ -539,3 +539,16 @@ def private_bytes() -> int:
     found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"device_map": {"": "cpu"}}])
+def test_attributes_of_plain_parameters_survive(tmp_path: Path, options: dict[str, Any]):
+    model = torch.nn.Linear(2, 2)
+    save_weights(model.state_dict(), tmp_path)
+    empty = torch.nn.Linear(2, 2, device="meta")
+    empty.weight.tag = "mine"
+
+    load_checkpoint_in_model(empty, tmp_path, **options)
+
+    assert not empty.weight.is_meta
+    assert empty.weight.tag == "mine"
