@@ -36,6 +36,10 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
 # No variable hides Apple's GPU (MPS). Only that of CUDA has been tried with a device.
 _HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "ZE_AFFINITY_MASK": "127"}
 
+# hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
+hypothesis.settings.register_profile("accel", deadline=None)
+hypothesis.settings.register_profile("few", deadline=None, max_examples=5)
+
 _world = pytest.StashKey[World]()
 _guard = pytest.StashKey[Guard]()
 
@@ -48,9 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # All other tests are of the CPU, and would find the GPU; `hatch run gpu:test` selects by `-m gpu`.
     if not re.match(r"gpu( and |$)", config.option.markexpr) and any(map(os.path.exists, _GPU_DRIVERS)):
         os.environ.update(_HIDING)
-    # hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
-    hypothesis.settings.register_profile("accel", deadline=None)
-    hypothesis.settings.load_profile("accel")
+    if not config.getoption("--hypothesis-profile", None):
+        hypothesis.settings.load_profile("accel")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

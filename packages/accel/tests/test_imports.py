@@ -65,6 +65,18 @@ for batch in loader:
 show()
 """
 
+_IMPORT_ALL = """
+from importlib import import_module
+from pkgutil import walk_packages
+
+for part in ("state", "ops", "data", "optim", "ckpt", "launch", ""):
+    package = f"accel_{part}".removesuffix("_")
+    for module in walk_packages(import_module(package).__path__, f"{package}."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+            print(module.name)
+"""
+
 
 @pytest.fixture(scope="module")
 def imported() -> list[set[str]]:
@@ -100,3 +112,10 @@ def test_a_plain_model_and_its_loader_need_no_compiler(imported):
 def test_evaluation_of_a_plain_model_needs_no_compiler(imported):
     assert "accel.training.metrics" in imported[4]
     assert not _HEAVY & imported[4]
+
+
+@pytest.mark.core  # the tests of the core import a part of them
+def test_every_module_can_be_imported():
+    done = subprocess.run([sys.executable, "-c", _IMPORT_ALL], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "accel.engines.mesh.engine" in done.stdout.split()
