@@ -124,6 +124,8 @@ def load_fsdp_model(
         return set_model_state_dict(engine.states.state_root(model), weights, options=options)
     full_state = _read_full(accelerator.run, input_dir, name)
     target = engine.states.model_to_load(model)
+    if target is model:  # not sharded: saved by the names of the original model
+        target = engine.unwrap_model(model, keep_torch_compile=False)
     if is_partial:
         full_state = to_model_names(full_state, adapter_names(model, target.state_dict()), name)
     return target.load_state_dict(full_state, strict=not is_partial)

@@ -56,6 +56,7 @@ fsdp = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
 if has_checkpoints:  # the user's, also where accel verify must not read them
     newest = max((out / "checkpoints").iterdir(), key=lambda folder: int(folder.name.rpartition("_")[2]))
     assert accelerator.load_state(str(newest)) != is_verified
+    assert is_verified or not load_fsdp_model(fsdp, accelerator, model, out / "fsdp").missing_keys
 if is_verified:
     (weight, _), before = model.parameters(), accelerator.unwrap_model(model).weight.clone()
     assert not load_fsdp_model(fsdp, accelerator, model, out / "fsdp").missing_keys
