@@ -19,12 +19,12 @@ def is_inside(name: str) -> bool:
         False if it is absolute, has "..", a backslash or a drive letter, or is not in normal form.
     """
     # Compared with its normal form, which rejects "a//b", "./a" and "a/".
-    parts = PurePosixPath(str(name)).parts
-    plain = bool(parts) and PurePosixPath(*parts).as_posix() == name
-    if not plain or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+    segments = PurePosixPath(str(name)).parts
+    plain = bool(segments) and PurePosixPath(*segments).as_posix() == name
+    if not plain or name.startswith("/") or ".." in segments or "\\" in name or "\0" in name:
         return False
     # "C:x" is a plain name for POSIX and a drive for Windows, where checkpoints may be read too.
-    return not any(PureWindowsPath(item).drive for item in parts)
+    return not any(PureWindowsPath(item).drive for item in segments)
 
 
 def check_inside(name: str, source: Path) -> None:

@@ -157,15 +157,15 @@ class Writer:
         self._progress.add(size)
         written.size += size
         if cached and (len(written.flushed) + 1) * _FLUSH_BYTES <= written.size:
-            written.flushed.append(self._flush.submit(_flush_if_there, path))
+            written.flushed.append(self._flush.submit(_flush_if_exists, path))
 
     def _complete(self, path: Path, written: _Written) -> None:
         written.identity = _identity(path)
-        written.flushed.append(self._flush.submit(_flush_if_there, path))
+        written.flushed.append(self._flush.submit(_flush_if_exists, path))
         self._files[path] = written
 
 
-def _flush_if_there(path: Path) -> None:
+def _flush_if_exists(path: Path) -> None:
     with suppress(FileNotFoundError):  # a hook has deleted or replaced it
         flush(path)
 

@@ -77,8 +77,8 @@ def seal(
     _check_names(names)
     # A machine with its own disk has other files under these names, or none.
     # Sizes are enough here: each process digests the files it writes, and a load compares the digests.
-    from_others = {entry.path: entry for entry in described if _is_here(staging, entry)}
-    entries = from_others | {entry.path: entry for entry in writer.entries(staging)}
+    from_other_ranks = {entry.path: entry for entry in described if _exists(staging, entry)}
+    entries = from_other_ranks | {entry.path: entry for entry in writer.entries(staging)}
     for name in names:
         if name not in entries:  # written by a hook, or by another process with its own writer
             writer.add_existing(staging / name)
@@ -183,7 +183,7 @@ def _has_other_files(target: Path) -> bool:
     return False
 
 
-def _is_here(staging: Path, entry: FileEntry) -> bool:
+def _exists(staging: Path, entry: FileEntry) -> bool:
     try:
         status = (staging / entry.path).stat()
     except (FileNotFoundError, NotADirectoryError):

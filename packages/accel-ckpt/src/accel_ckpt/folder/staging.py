@@ -216,7 +216,7 @@ def staged(
     staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking, incremental)
     _OPEN[staging.path] = staging
     error: Exception | None = None
-    handed_over = False
+    is_taken_over = False
     try:
         try:
             yield staging
@@ -231,14 +231,14 @@ def staged(
         # Every process gets here: a failed one must not leave the others waiting in a collective.
         raise_if_any_failed(error, process, "writing the checkpoint")
         if blocking:
-            handed_over = True
+            is_taken_over = True
             _finish(staging, process, None)
         else:
             thread.start(lambda: _finish(staging, process, group))
-            handed_over = True
+            is_taken_over = True
     finally:
         del _OPEN[staging.path]
-        if not handed_over:
+        if not is_taken_over:
             _close(staging, sealed=False)
 
 

@@ -102,7 +102,7 @@ def compare_files(
         if role == "other":
             findings.notes.append(f"{name} was written by a hook; no registered hook reads it")
         else:
-            findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
+            findings.others.append(f"{name} is not loaded: there is no {_role_name(name, role)} for it here")
     sharded_roles = {role for role in _SHARDED if role not in expected.skip}
     folders = {name.partition("/")[0] for name in names if file_names.role_of(name) in sharded_roles}
     findings.notes += [
@@ -192,6 +192,6 @@ def _compare_per_rank_files(
         )
 
 
-def _what(name: str, role: str) -> str:
+def _role_name(name: str, role: str) -> str:
     names = {"custom": "registered object", "scaler": "loss scaler"}
     return names.get(role, role)

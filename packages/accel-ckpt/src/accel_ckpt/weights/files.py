@@ -291,10 +291,10 @@ def _split(
         return tensors.split_tied(state_dict)
     tied = {name: names[0] for names in tensors.tied_groups(state_dict) for name in names[1:]}
     # torch.save writes the full storage of a view.
-    return {name: _own_storage(value) for name, value in state_dict.items() if name not in tied}, tied
+    return {name: _compact_storage(value) for name, value in state_dict.items() if name not in tied}, tied
 
 
-def _own_storage(value: torch.Tensor) -> torch.Tensor:
+def _compact_storage(value: torch.Tensor) -> torch.Tensor:
     if value.layout != torch.strided or value.is_meta:
         return value
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
