@@ -229,8 +229,8 @@ def _fails_alone(node: Any) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    usual = tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.requires_grad
-    if usual and not tensor.is_conj() and not tensor.is_neg():  # as below, in a third of the time
+    is_simple = tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.requires_grad
+    if is_simple and not tensor.is_conj() and not tensor.is_neg():  # as below, in a third of the time
         return tensor.view(-1).view(torch.uint8)
     return as_bytes(tensor.detach().cpu())
 

@@ -59,21 +59,21 @@ class StreamPosition(NamedTuple):
         """
         # A stream cannot be read backwards: start again.
         if distance < 0:
-            parts = (ShardPosition(),) * len(self.parts)
-            return StreamPosition(self.chunk, self.chunk, 0, parts, self.num_workers, position)
+            shards = (ShardPosition(),) * len(self.parts)
+            return StreamPosition(self.chunk, self.chunk, 0, shards, self.num_workers, position)
         return self._replace(ahead=self.ahead + distance)
 
     def without_states(self) -> StreamPosition:
         """Return this position for a dataset with other samples, of which equally many have been read."""
-        return self._replace(parts=tuple(ShardPosition(part.read) for part in self.parts))
+        return self._replace(parts=tuple(ShardPosition(shard.read) for shard in self.parts))
 
     def to_state(self) -> dict[str, Any]:
         """Return the content of a state dict: numbers, and the dataset's own states."""
-        parts = [
-            {**part._asdict(), "state": None if part.state is None else pickle.loads(part.state)}
-            for part in self.parts
+        shards = [
+            {**shard._asdict(), "state": None if shard.state is None else pickle.loads(shard.state)}
+            for shard in self.parts
         ]
-        return {**self._asdict(), "parts": parts}
+        return {**self._asdict(), "parts": shards}
 
     @classmethod
     def from_state(cls, state: Any) -> StreamPosition:
@@ -84,17 +84,17 @@ class StreamPosition(NamedTuple):
         """
         try:
             numbers = {name: state[name] for name in ("chunk", "left", "turn", "num_workers", "ahead")}
-            parts = tuple(_shard_position(part) for part in state["parts"])
+            shards = tuple(_shard_position(shard) for shard in state["parts"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"Loader state with an impossible stream={state!r:.200}: it lacks {error}. Pass what the "
                 "loader's state_dict() returned."
             ) from error
-        position = cls(parts=parts, **numbers)
-        values = [*numbers.values(), *(part.read for part in parts)]
+        position = cls(parts=shards, **numbers)
+        values = [*numbers.values(), *(shard.read for shard in shards)]
         is_valid = all(type(value) is int and value >= 0 for value in values) and position.chunk > 0
-        has_all_parts = len(parts) == max(position.num_workers, 1) > position.turn if is_valid else False
-        if not has_all_parts or position.left > position.chunk:
+        has_all_shards = len(shards) == max(position.num_workers, 1) > position.turn if is_valid else False
+        if not has_all_shards or position.left > position.chunk:
             raise ValueError(
                 f"Loader state with an impossible stream={state!r:.200}: all numbers must be integers from 0 "
                 "on, `turn` below the number of parts, one part per worker, and `left` at most `chunk`, "
@@ -120,10 +120,10 @@ class BlockPosition(NamedTuple):
 
     def after(self, place: StreamPosition | None) -> StreamPosition:
         """Return the position after this worker's turn, given the previous position."""
-        parts = (ShardPosition(),) * self.num_workers if place is None else place.parts
-        parts = (*parts[: self.worker], self.shard, *parts[self.worker + 1 :])
+        shards = (ShardPosition(),) * self.num_workers if place is None else place.parts
+        shards = (*shards[: self.worker], self.shard, *shards[self.worker + 1 :])
         turn = (self.worker + 1) % self.num_workers
-        return StreamPosition(self.chunk, self.chunk, turn, parts, self.num_workers)
+        return StreamPosition(self.chunk, self.chunk, turn, shards, self.num_workers)
 
 
 class PositionHistory:

@@ -93,8 +93,8 @@ def _bytes_of(leaf: Any) -> bytes | None:
             return None
         return bytes(as_bytes(leaf.detach()).numpy().tobytes())
     # Arrays and images; the bytes of an array of objects are their addresses.
-    holds_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
-    return None if holds_objects or not callable(getattr(leaf, "tobytes", None)) else bytes(leaf.tobytes())
+    has_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
+    return None if has_objects or not callable(getattr(leaf, "tobytes", None)) else bytes(leaf.tobytes())
 
 
 class SampleComparison:

@@ -101,7 +101,7 @@ class Source:
             return Stream(iter(()))
         state = shard.state if shard is not None and self.has_state else None
         if self.has_state:
-            self._go_to(state)
+            self._load_dataset_state(state)
         stream = open_stream(self.dataset, worker)
         if shard is None or state is not None:
             return stream
@@ -114,7 +114,7 @@ class Source:
         # Pickled immediately: the object from state_dict may change while the dataset is read.
         return ShardPosition(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
 
-    def _go_to(self, state: bytes | None) -> None:
+    def _load_dataset_state(self, state: bytes | None) -> None:
         dataset: Any = self.dataset
         if self._initial is None:  # nothing has been read yet
             self._initial = pickle.dumps(dataset.state_dict())
@@ -206,33 +206,33 @@ class _Turns:
 
     def __init__(self, source: Source, start: StreamPosition) -> None:
         self.chunk, self.left, self.turn = start.chunk, start.left, start.turn
-        self.parts = list(start.parts)
+        self.shards = list(start.parts)
         self.num_workers = start.num_workers
         # Before `open` moves the state: all copies start equal.
-        copied = source.has_state and len(self.parts) > 1  # one dataset has one state
-        self.sources = [copy.deepcopy(source) if copied else source for _ in self.parts]
+        copied = source.has_state and len(self.shards) > 1  # one dataset has one state
+        self.sources = [copy.deepcopy(source) if copied else source for _ in self.shards]
         # A shard is opened at its turn: opening reads a sample ahead.
-        self.open: list[CountingIterator | None] = [None] * len(self.parts)
+        self.open: list[CountingIterator | None] = [None] * len(self.shards)
         self.ended = 0  # consecutive shards that yielded nothing in a full turn
 
     def take(self, number: int) -> list[Any]:
         """Return the next samples, fewer only at the end."""
         taken: list[Any] = []
-        while len(taken) < number and self.ended < len(self.parts):
+        while len(taken) < number and self.ended < len(self.shards):
             taken += self._turn(number - len(taken))[0]
         return taken
 
     def skip(self, samples: int) -> None:
         """Skip samples, counted as in a run: a shard's last, short chunk counts as a full one."""
-        while samples > 0 and self.ended < len(self.parts):
+        while samples > 0 and self.ended < len(self.shards):
             samples -= self._turn(samples)[1]
 
     def position(self) -> StreamPosition:
         """Return the current position."""
         for number, samples in enumerate(self.open):
             if samples is not None:
-                self.parts[number] = self.sources[number].shard_position(samples)
-        return StreamPosition(self.chunk, self.left, self.turn, tuple(self.parts), self.num_workers)
+                self.shards[number] = self.sources[number].shard_position(samples)
+        return StreamPosition(self.chunk, self.left, self.turn, tuple(self.shards), self.num_workers)
 
     def _turn(self, limit: int) -> tuple[list[Any], int]:
         """Read from the shard whose turn it is.
@@ -251,13 +251,13 @@ class _Turns:
         used = wanted if len(taken) == wanted else 0 if has_ended else self.left
         self.left -= used
         if has_ended or not self.left:
-            self.turn, self.left = (self.turn + 1) % len(self.parts), self.chunk
+            self.turn, self.left = (self.turn + 1) % len(self.shards), self.chunk
         return taken, used
 
     def _current(self) -> CountingIterator:
         iterator = self.open[self.turn]
         if iterator is None:
-            shard = self.parts[self.turn]
+            shard = self.shards[self.turn]
             stream = self.sources[self.turn].open(shard, (self.turn, self.num_workers))
             iterator = self.open[self.turn] = CountingIterator(stream.samples, shard.read)
         return iterator
