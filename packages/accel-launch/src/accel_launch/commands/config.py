@@ -30,7 +30,7 @@ def config_parser() -> argparse.ArgumentParser:
     )
     # Before the arguments, as it would be the default of each: that of a subparser would hide what stands
     # before the command.
-    parser.set_defaults(config_file=None, func=_ask)
+    parser.set_defaults(config_file=None, func=_run_questionnaire)
     where = argparse.ArgumentParser(add_help=False)
     for place in (parser, where):
         place.add_argument(
@@ -68,7 +68,7 @@ def _write_default(args: argparse.Namespace) -> int:
     return 0 if written else 1
 
 
-def _ask(args: argparse.Namespace) -> int:
+def _run_questionnaire(args: argparse.Namespace) -> int:
     """Put the questions, show the file and write it."""
     from accel_launch.config.ask.prompt import open_prompt, wrap
     from accel_launch.config.ask.questionnaire import answers_of, ask_all

@@ -67,7 +67,7 @@ def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
         )
     hosts = _read(hostfile)
     # accel reads LOCAL_RANK; the flag --local_rank would be unknown to most scripts.
-    command = ["deepspeed", "--no_local_rank", f"--hostfile={hostfile}", *_which(plan, hosts)]
+    command = ["deepspeed", "--no_local_rank", f"--hostfile={hostfile}", *_resource_flags(plan, hosts)]
     command += [f"--master_port={value('main_process_port') or DEFAULT_PORT}"]
     if value("main_process_ip") is not None:
         command.append(f"--master_addr={value('main_process_ip')}")
@@ -98,7 +98,7 @@ def _read(hostfile: str) -> list[Host]:
     return hosts
 
 
-def _which(plan: LaunchPlan, hosts: list[Host]) -> list[str]:
+def _resource_flags(plan: LaunchPlan, hosts: list[Host]) -> list[str]:
     """Return the flags that choose machines and devices."""
     value = plan.settings.value
     filters = {
@@ -139,8 +139,8 @@ def _per_machine(plan: LaunchPlan, hosts: list[Host]) -> int:
 def _check_filter(text: str, hosts: list[Host]) -> None:
     """Check NAME[:SLOT,...][@NAME...]."""
     slots = {host.name: host.slots or 0 for host in hosts}
-    for part in text.split("@"):
-        name, colon, chosen = part.partition(":")
+    for entry in text.split("@"):
+        name, colon, chosen = entry.partition(":")
         if name not in slots:
             raise LaunchError(
                 f"The filter {text!r} names {name!r}, which is not in the hostfile.{nearest(name, slots)} A "

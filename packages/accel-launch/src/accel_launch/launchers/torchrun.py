@@ -103,7 +103,7 @@ def reach_machine_0(plan: LaunchPlan, port: int, listens: bool) -> None:
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
     began = time.monotonic()
-    noted = False
+    has_noted = False
     while True:
         waited = time.monotonic() - began
         try:
@@ -118,8 +118,8 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
                 "the same command there with --machine_rank 0, check the address and the firewall, or wait "
                 "longer with --rdzv_conf timeout=SECONDS."
             )
-        if waited >= _NOTE_AFTER_S and not noted:
-            noted = True
+        if waited >= _NOTE_AFTER_S and not has_noted:
+            has_noted = True
             print(
                 f"accel launch: waiting up to {timeout_s:g} s for machine 0 at {host}:{port} ({reason})",
                 file=sys.stderr,
@@ -138,7 +138,7 @@ def rendezvous_timeout(plan: LaunchPlan) -> float:
     Raises:
         LaunchError: If it is not a number.
     """
-    settings = dict(part.partition("=")[::2] for part in plan.settings.value("rdzv_conf").split(",") if part)
+    settings = dict(pair.partition("=")[::2] for pair in plan.settings.value("rdzv_conf").split(",") if pair)
     text = settings.get("timeout", str(_DEFAULT_TIMEOUT_S))
     try:
         return float(text)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
 # These act on this launcher alone; keys of an account are not passed on.
-_HERE = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
+_LOCAL_ONLY = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
 
 
 def accel_launch_command(
@@ -34,7 +34,7 @@ def accel_launch_command(
     command = [*program, "launch"]
     for setting in SETTINGS.values():
         found = plan.settings[setting.name]
-        if found.source in sources and setting.name not in (*_HERE, *without):
+        if found.source in sources and setting.name not in (*_LOCAL_ONLY, *without):
             values = found.value if setting.repeated else [found.value]
             # With "=", so that a value that begins with a dash is not taken for a flag.
             command += [f"{setting.flag}={_text(value)}" for value in values]

@@ -50,7 +50,7 @@ class LaunchParser(argparse.ArgumentParser):
         flags: list[str] = []
         # The first word that is no flag is the script; "-" and "--" end the flags too.
         while tokens and tokens[0].startswith("-") and tokens[0] not in ("-", "--"):
-            name, equals, value = self._known(tokens.pop(0)).partition("=")
+            name, equals, value = self._current_flag(tokens.pop(0)).partition("=")
             if name in _WITHOUT_EFFECT:
                 continue
             # A number behind a flag that can stand alone is its value: no script is called so.
@@ -68,7 +68,7 @@ class LaunchParser(argparse.ArgumentParser):
         action = self._option_string_actions[name]
         return action.nargs == "?" and action.const is not True  # of a switch, which takes =false alone
 
-    def _known(self, token: str) -> str:
+    def _current_flag(self, token: str) -> str:
         """Return a flag in its present spelling, or stop with the nearest known one."""
         name, equals, value = token.partition("=")
         if name.startswith("--"):

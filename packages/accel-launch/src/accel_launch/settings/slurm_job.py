@@ -200,4 +200,4 @@ def first_host(nodelist: str) -> str:
             f"Slurm's list of machines is {nodelist!r}, which names none. Give --main_process_ip."
         )
     # The name before the bracket, the first number in it, and what follows it, as in rack[1-2]n1.
-    return "".join(part for part in match.groups() if part)
+    return "".join(group for group in match.groups() if group)

@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from accel_launch.config.ask.question import Answers, Question, Test, answered, ask, ask_if, needed, several
+from accel_launch.config.ask.question import (
+    Answers,
+    Question,
+    Test,
+    answered,
+    ask,
+    ask_if,
+    is_multi_machine,
+    needed,
+)
 from accel_launch.settings.schema import SETTINGS
 
 _ENGINES = (
@@ -196,7 +205,9 @@ def _deepspeed() -> list[Question]:
             "",
             when=_zero(3),
         ),
-        ask("deepspeed_multinode_launcher", "How are the machines reached?", "standard", when=several),
+        ask(
+            "deepspeed_multinode_launcher", "How are the machines reached?", "standard", when=is_multi_machine
+        ),
         *ask_if(
             lambda answers: answers.get("deepspeed_multinode_launcher", "standard") != "standard", hostfile
         ),

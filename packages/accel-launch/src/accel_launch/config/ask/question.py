@@ -18,12 +18,12 @@ def _no_default(answers: Answers) -> None:
     """There is none."""
 
 
-def _always(answers: Answers) -> bool:
+def _any_answers(answers: Answers) -> bool:
     """Whatever the answers are."""
     return True
 
 
-def _anything(value: Any, answers: Answers) -> None:
+def _any_value(value: Any, answers: Answers) -> None:
     """Every value fits."""
 
 
@@ -44,8 +44,8 @@ class Question:
     title: str
     choices: tuple[tuple[Any, str], ...] = ()
     default: Callable[[Answers], Any] = _no_default
-    when: Test = _always
-    check: Callable[[Any, Answers], None] = _anything
+    when: Test = _any_answers
+    check: Callable[[Any, Answers], None] = _any_value
 
     @property
     def setting(self) -> Setting | None:
@@ -83,7 +83,7 @@ def answered(name: str, *values: Any) -> Test:
     return lambda answers: answers.get(name) in values
 
 
-def several(answers: Answers) -> bool:
+def is_multi_machine(answers: Answers) -> bool:
     """Whether there are several machines, each with a launcher."""
     return answers.get("place") == "several"
 

@@ -139,8 +139,8 @@ def _kind_values(answers: Answers, total: int, gpus: int) -> dict[str, Any]:
         pod = {"tpu_use_cluster": True} if answers["place"] == "pod" else {}
         return {**values, **pod, "distributed_type": "XLA"}
     cpu = answers["device"] == "cpu"
-    several = "MULTI_CPU" if cpu else "MULTI_GPU"
-    kind = "NO" if total == 1 else _KINDS.get(answers.get("engine", ""), several)
+    multi = "MULTI_CPU" if cpu else "MULTI_GPU"
+    kind = "NO" if total == 1 else _KINDS.get(answers.get("engine", ""), multi)
     # Without a GPU one process runs on the CPU anyway; a file that says so would hide a GPU that comes later.
     use_cpu = (cpu and gpus > 0) or (cpu and total > 1)
     return {**values, "distributed_type": kind, "num_processes": total, "use_cpu": use_cpu}

@@ -19,9 +19,9 @@ from accel_launch.config.ask.question import (
     ask,
     ask_if,
     is_gpu,
+    is_multi_machine,
     is_tpu,
     needed,
-    several,
 )
 
 
@@ -79,7 +79,7 @@ def _place() -> list[Question]:
             ),
             lambda answers: "one",
         ),
-        *ask_if(several, machines),
+        *ask_if(is_multi_machine, machines),
     ]
 
 
@@ -100,7 +100,7 @@ def _device(place: str, gpus: int, tpu: bool) -> Question:
 
 def _by_mpirun(answers: Answers) -> bool:
     """Whether mpirun may start the processes: it gives each its rank, as c10d would."""
-    return several(answers) and answers["device"] == "cpu" and answers["rdzv_backend"] == "static"
+    return is_multi_machine(answers) and answers["device"] == "cpu" and answers["rdzv_backend"] == "static"
 
 
 def _devices(gpus: int, tpu: bool) -> list[Question]:
@@ -193,7 +193,7 @@ def _compilation() -> list[Question]:
 
 
 def _training() -> list[Question]:
-    for_several = [
+    multi_process = [
         ask("enable_cpu_affinity", "Bind each process to the CPU cores nearest to its GPU?", when=is_gpu),
         ask("debug", "Check every collective for mismatches (slower, for debugging)?"),
     ]
@@ -211,7 +211,7 @@ def _training() -> list[Question]:
             when=lambda answers: is_tpu(answers) and answers["mixed_precision"] == "bf16",
         ),
         *_compilation(),
-        *ask_if(lambda answers: bool(answers["processes"] > 1), for_several),
+        *ask_if(lambda answers: bool(answers["processes"] > 1), multi_process),
     ]
 
 
@@ -240,16 +240,16 @@ def _with_default(question: Question, before: Answers) -> Question:
     """Let an earlier answer be the default, if it is one that may be given now."""
     if question.name not in before:
         return question
-    earlier, preset = before[question.name], question.default
+    previous, preset = before[question.name], question.default
 
     def default(answers: Answers) -> Any:
         if question.choices:
             # The file may be of another machine, where other answers were possible.
-            return earlier if earlier in [value for value, _ in question.choices] else preset(answers)
+            return previous if previous in [value for value, _ in question.choices] else preset(answers)
         try:
-            question.check(earlier, answers)
+            question.check(previous, answers)
         except (ValueError, TypeError):
             return preset(answers)
-        return earlier
+        return previous
 
     return replace(question, default=default)

@@ -74,14 +74,14 @@ def run(plan: LaunchPlan) -> int:
     # Again when connected: Ray replaces the handler.
     with ended_by_sigterm(), _connected(ray), ended_by_sigterm():
         bundle, total = _resources(ray, plan)
-        with _room(ray, plan, bundle, total) as group:
-            seats = _seats(ray, group, bundle, total)
-            address, port = seats[0].place.address, _reserve(ray, plan, seats[0])
+        with _placement_group(ray, plan, bundle, total) as group:
+            actors = _place_actors(ray, group, bundle, total)
+            address, port = actors[0].place.address, _reserve(ray, plan, actors[0])
             with SignalPipe() as signals:
                 state = Supervisor(plan, Output.of(plan, captured=True))
                 try:
-                    for seat in seats:
-                        state.members.append(_start(ray, state, seat, address, port, signals.wake))
+                    for placed in actors:
+                        state.members.append(_start(ray, state, placed, address, port, signals.wake))
                     state.loop(signals, lambda pid: None)
                     code = state.conclude()
                 finally:
@@ -132,7 +132,7 @@ def _connected(ray: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _PlacedActor:
     """A worker's actor, and its place among the others.
 
     Args:
@@ -150,7 +150,7 @@ class _Seat:
     machine: tuple[int, int]
 
 
-def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_Seat]:
+def _place_actors(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_PlacedActor]:
     """Let Ray place the actors; those of one machine get ranks that follow each other."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     remote = ray.remote(RayWorker)
@@ -171,15 +171,15 @@ def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_
         ) from None
     # Rank 0 stays the first actor: the order is that in which machines appear.
     nodes = list(dict.fromkeys(place.node for place in places))
-    seats: list[_Seat] = []
+    ranked: list[_PlacedActor] = []
     for index, node in enumerate(nodes):
         here = [(actor, place) for actor, place in zip(actors, places, strict=True) if place.node == node]
         gpus = tuple(gpu for _, place in here for gpu in place.gpus)
         for local, (actor, place) in enumerate(here):
-            information = CPUInformation(len(seats), total, local, len(here))
-            # Ranks in the order of seats, so that local ranks of a machine follow each other.
-            seats.append(_Seat(actor, place, gpus, information, (index, len(nodes))))
-    return seats
+            information = CPUInformation(len(ranked), total, local, len(here))
+            # Ranks in this order: local ranks of a machine follow each other.
+            ranked.append(_PlacedActor(actor, place, gpus, information, (index, len(nodes))))
+    return ranked
 
 
 def _resources(ray: Any, plan: LaunchPlan) -> tuple[dict[str, float], int]:
@@ -194,7 +194,7 @@ def _resources(ray: Any, plan: LaunchPlan) -> tuple[dict[str, float], int]:
 
 
 @contextlib.contextmanager
-def _room(ray: Any, plan: LaunchPlan, bundle: dict[str, float], total: int) -> Iterator[Any]:
+def _placement_group(ray: Any, plan: LaunchPlan, bundle: dict[str, float], total: int) -> Iterator[Any]:
     """Let Ray set the workers' resources apart, all at once; a program of Ray's gets them back."""
     groups = import_module("ray.util.placement_group")
     # PACK: on as few machines as possible, and on several where one has no room.
@@ -225,7 +225,7 @@ def _wait_for_room(ray: Any, plan: LaunchPlan, group: Any, bundle: dict[str, flo
     )
 
 
-def _reserve(ray: Any, plan: LaunchPlan, first: _Seat) -> int:
+def _reserve(ray: Any, plan: LaunchPlan, first: _PlacedActor) -> int:
     """Reserve the port of rank 0 on its machine."""
     port = plan.settings["main_process_port"]
     try:
@@ -235,28 +235,28 @@ def _reserve(ray: Any, plan: LaunchPlan, first: _Seat) -> int:
 
 
 def _start(
-    ray: Any, state: Supervisor, seat: _Seat, address: str, port: int, wake: Callable[[], None]
+    ray: Any, state: Supervisor, placed: _PlacedActor, address: str, port: int, wake: Callable[[], None]
 ) -> Member:
-    rank = seat.information.rank
+    rank = placed.information.rank
     environ = state.output.environment(
-        worker_environment(state.plan.environ, seat.information, address, port, seat.machine)
+        worker_environment(state.plan.environ, placed.information, address, port, placed.machine)
     )
-    if seat.gpus:
+    if placed.gpus:
         # All GPUs of the run on this machine, as on any: a worker takes the one of its local rank.
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(placed.gpus)
     base = env.snapshot()
     # Variables of the table always: the other machine may have its own values for them.
     changes = {name: text for name, text in environ.items() if name in VARIABLES or base.get(name) != text}
     channel = state.output.open(rank)
-    events = seat.actor.run.options(
+    events = placed.actor.run.options(
         num_returns="streaming", _generator_backpressure_num_objects=_UNREAD
     ).remote(
         list(state.plan.command),
         changes,
         os.getcwd(),
         sys.executable,
-        seat.place.address if seat.machine[1] > 1 else None,
+        placed.place.address if placed.machine[1] > 1 else None,
     )
-    worker = RayRemote(ray, rank, seat.place.host, seat.actor)
+    worker = RayRemote(ray, rank, placed.place.host, placed.actor)
     worker.start(events, channel, wake)
     return Member(worker, channel.streams)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
 # They choose the pod, or stand for something on this machine alone.
-_HERE = (
+_LOCAL_ONLY = (
     *("tpu", "tpu_cluster", "no_tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env"),
     *("config_file", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
 )
@@ -43,12 +43,14 @@ def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
     settings, _ = prepare_tpu(tpu_settings(plan.settings), {}, pod=True)
     exports = [f"export {_assignment(text)};" for text in settings.env]
     program = [*(["sudo", "-E"] if value("tpu_use_sudo") else []), "accel"]
-    there = accel_launch_command(plan, without=_HERE, program=program, sources=(Source.FLAG, Source.CONFIG))
+    pod_launch = accel_launch_command(
+        plan, without=_LOCAL_ONLY, program=program, sources=(Source.FLAG, Source.CONFIG)
+    )
     at = len(program) + 1
     # There it is a machine with TPUs, and no pod: it would start itself again through gcloud otherwise.
-    there[at:at] = ["--tpu", "--no_tpu_cluster"]
+    pod_launch[at:at] = ["--tpu", "--no_tpu_cluster"]
     return LauncherCommand(
-        pod_command(value("tpu_name"), value("tpu_zone"), " ".join([*exports, shlex.join(there)])),
+        pod_command(value("tpu_name"), value("tpu_zone"), " ".join([*exports, shlex.join(pod_launch)])),
         dict(base),
         f"a launcher on each machine of the TPU pod {value('tpu_name')}",
     )

@@ -19,7 +19,7 @@ from accel_launch.local.failures.tracebacks import (
 from accel_launch.local.signals import known_signals, signal_name
 from accel_launch.settings.redact import redact_command
 
-_OTHERS = 8  # lines for workers that failed later
+_MAX_OTHERS = 8  # lines for workers that failed later
 _CRASHES = tuple(-number for number in known_signals("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL"))
 # Not SIGABRT: a worker whose peers are gone may abort.
 
@@ -77,7 +77,7 @@ class Failure:
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
-    def lost_others(self) -> bool:
+    def lost_peers(self) -> bool:
         """Whether it failed because it lost the connection to others, which so failed before it."""
         return _LOST.search(last_exception(self.stderr_tail) or self.stderr_tail) is not None
 
@@ -98,7 +98,7 @@ def first_failure(failures: Collection[Failure]) -> Failure:
         # A worker that saves on SIGTERM and ends with 75, say, or is aborted by torch.
         if failure.terminated and not last_exception(failure.stderr_tail):
             return 3, failure.at
-        return 2 if failure.lost_others else 1, failure.at
+        return 2 if failure.lost_peers else 1, failure.at
 
     # Crashes first, then exceptions, then lost connections, then workers that were asked to end.
     return min(failures, key=order)
@@ -121,7 +121,7 @@ class Report:
     """What a summary shows of a run in addition to the failures.
 
     Args:
-        who: The command that prints it, e.g. `accel launch`.
+        command_name: The command that prints it, e.g. `accel launch`.
         size: Number of workers.
         stopped: How many of them were running and were stopped, and had not failed themselves.
         command: What they ran; nothing for a function.
@@ -130,7 +130,7 @@ class Report:
         colour: Whether to write in colour.
     """
 
-    who: str
+    command_name: str
     size: int
     stopped: int = 0
     command: Sequence[str] = ()
@@ -161,7 +161,8 @@ def failure_summary(failures: Collection[Failure], report: Report) -> str:
     first = first_failure(failures)
     stopped = report.stopped
     others = f"; {stopped} other{'s were' if stopped > 1 else ' was'} stopped" if stopped else ""
-    title = f"{report.who}: rank {first.rank} of {report.size} on {first.host} failed ({first.end}){others}."
+    failed = f"rank {first.rank} of {report.size} on {first.host} failed ({first.end})"
+    title = f"{report.command_name}: {failed}{others}."
     lines = [report.paint(31, title)]
     if report.command:
         lines.append(f"  command: {shlex.join(redact_command(report.command))}")
@@ -177,14 +178,14 @@ def failure_summary(failures: Collection[Failure], report: Report) -> str:
 def _other_lines(others: list[Failure]) -> list[str]:
     others = sorted(others, key=lambda failure: failure.at)
     lines = []
-    for failure in others[:_OTHERS]:
+    for failure in others[:_MAX_OTHERS]:
         tail = (last_exception(failure.stderr_tail) or failure.stderr_tail.rstrip()).splitlines()
         # An exception begins with its type; of other output the last line says most.
         text = tail[0 if HEADER in failure.stderr_tail else -1] if tail else "it wrote nothing to stderr"
-        what = " lost its connection" if failure.lost_others else ""
+        what = " lost its connection" if failure.lost_peers else ""
         lines.append(f"  then rank {failure.rank}{what} ({failure.end}): {text}")
-    if len(others) > _OTHERS:
-        lines.append(f"  then {len(others) - _OTHERS} more")
+    if len(others) > _MAX_OTHERS:
+        lines.append(f"  then {len(others) - _MAX_OTHERS} more")
     return lines
 
 

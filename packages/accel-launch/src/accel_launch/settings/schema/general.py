@@ -35,10 +35,10 @@ def machine_range(text: str) -> int | str:
         ValueError: If it is neither, below 1, or MIN is above MAX.
     """
     # int() raises ValueError for anything but a number, as this function has to.
-    parts = [int(number) for number in text.split(":")]
-    if len(parts) > 2 or min(parts) < 1 or parts != sorted(parts):
+    bounds = [int(number) for number in text.split(":")]
+    if len(bounds) > 2 or min(bounds) < 1 or bounds != sorted(bounds):
         raise ValueError(text)
-    return parts[0] if parts[0] == parts[-1] else f"{parts[0]}:{parts[1]}"
+    return bounds[0] if bounds[0] == bounds[-1] else f"{bounds[0]}:{bounds[1]}"
 
 
 def _limited(read: Callable[[str], Any], low: float, high: float, allowed: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ _SECONDS_ABOVE_0 = _limited(float, float_info.min, float_info.max, "seconds, abo
 _SECONDS = _limited(float, 0, inf, "seconds, at least 0")
 
 
-def _own(
+def _option(
     group: str, name: str, kind: Any, default: Any, help: str, *, choices: tuple[Any, ...] = (), **rest: Any
 ) -> Setting:
     """Make a setting that has no environment variable."""
@@ -85,8 +85,8 @@ def _setting(
 
 
 _LAUNCH = [
-    _own("launch", "config_file", "str", None, "The config file to use instead of the default one."),
-    _own(
+    _option("launch", "config_file", "str", None, "The config file to use instead of the default one."),
+    _option(
         "launch",
         "module",
         "flag",
@@ -94,14 +94,14 @@ _LAUNCH = [
         "Treat the script as the name of a Python module, as in `python -m`.",
         short="-m",
     ),
-    _own("launch", "no_python", "flag", False, "Run the script as a program, without python."),
+    _option("launch", "no_python", "flag", False, "Run the script as a program, without python."),
     _environment(
         "launch",
         "drop_in",
         "ACCEL_DROP_IN",
         note="Run a program that imports accelerate on accel, and so what it starts.",
     ),
-    _own(
+    _option(
         "launch",
         "launcher",
         "str",
@@ -111,19 +111,19 @@ _LAUNCH = [
         "hostfile for it, and in a Slurm job what fits the step.",
         choices=("auto", "local", "torchrun", "mpirun", "srun", "ray"),
     ),
-    _own(
+    _option(
         "launch",
         "explain",
         "flag",
         False,
         "Print each effective setting and where it came from; start nothing.",
     ),
-    _own("launch", "dry_run", "flag", False, "Print the command and the environment; start nothing."),
+    _option("launch", "dry_run", "flag", False, "Print the command and the environment; start nothing."),
 ]
 
 _RESOURCES = [
     _environment("resources", "cpu", "ACCELERATE_USE_CPU", key="use_cpu"),
-    _own("resources", "multi_gpu", "flag", False, "Run on several GPUs."),
+    _option("resources", "multi_gpu", "flag", False, "Run on several GPUs."),
     _environment(
         "resources",
         "num_processes",
@@ -150,7 +150,7 @@ _RESOURCES = [
 ]
 
 _MACHINES = [
-    _own(
+    _option(
         "machines",
         "num_machines",
         "str",
@@ -159,7 +159,7 @@ _MACHINES = [
         in_config=True,
         **_MACHINE_RANGE,
     ),
-    _own("machines", "machine_rank", "int", 0, "Rank of this machine, from 0.", in_config=True, **_INDEX),
+    _option("machines", "machine_rank", "int", 0, "Rank of this machine, from 0.", in_config=True, **_INDEX),
     _environment(
         "machines",
         "main_process_ip",
@@ -175,7 +175,7 @@ _MACHINES = [
         **_PORT,
         note="Port of rank 0; by default, or when 0, a free one on one machine and 29500 on several.",
     ),
-    _own(
+    _option(
         "machines",
         "same_network",
         "flag",
@@ -183,9 +183,9 @@ _MACHINES = [
         "Accepted for old commands; the launcher needs no such hint.",
         in_config=True,
     ),
-    _own("machines", "rdzv_backend", "str", "static", "Rendezvous: static, c10d, etcd.", in_config=True),
-    _own("machines", "rdzv_conf", "str", "", "More rendezvous settings: key=value,key=value."),
-    _own(
+    _option("machines", "rdzv_backend", "str", "static", "Rendezvous: static, c10d, etcd.", in_config=True),
+    _option("machines", "rdzv_conf", "str", "", "More rendezvous settings: key=value,key=value."),
+    _option(
         "machines",
         "max_restarts",
         "int",
@@ -193,7 +193,7 @@ _MACHINES = [
         "How often the workers are started again when one fails.",
         **_INDEX,
     ),
-    _own(
+    _option(
         "machines",
         "monitor_interval",
         "float",
@@ -204,8 +204,8 @@ _MACHINES = [
 ]
 
 _OUTPUT = [
-    _own("output", "quiet", "flag", False, "Say nothing about a failed script.", short="-q"),
-    _own(
+    _option("output", "quiet", "flag", False, "Say nothing about a failed script.", short="-q"),
+    _option(
         "output",
         "tee",
         "str",
@@ -214,9 +214,9 @@ _OUTPUT = [
         "0 none, 1 stdout, 2 stderr, 3 both.",
         choices=("0", "1", "2", "3"),
     ),
-    _own("output", "log_dir", "str", None, "Folder for one log file per worker and stream."),
-    _own("output", "role", "str", "default", "Name of the workers, shown before their lines."),
-    _own(
+    _option("output", "log_dir", "str", None, "Folder for one log file per worker and stream."),
+    _option("output", "role", "str", "default", "Name of the workers, shown before their lines."),
+    _option(
         "output",
         "grace_period",
         "float",
@@ -253,16 +253,16 @@ _TRAINING = [
 ]
 
 _ELSEWHERE = [
-    _own("tpu", "tpu", "flag", False, "Run on TPU."),
-    _own("tpu", "tpu_cluster", "flag", False, "Run on a TPU pod.", key="tpu_use_cluster"),
-    _own("tpu", "no_tpu_cluster", "flag", False, "Do not run on a TPU pod."),
-    _own("tpu", "tpu_name", "str", None, "The pod's name.", in_config=True),
-    _own("tpu", "tpu_zone", "str", None, "The pod's zone.", in_config=True),
-    _own("tpu", "tpu_use_sudo", "flag", False, "Use sudo on the pod.", in_config=True),
-    _own(
+    _option("tpu", "tpu", "flag", False, "Run on TPU."),
+    _option("tpu", "tpu_cluster", "flag", False, "Run on a TPU pod.", key="tpu_use_cluster"),
+    _option("tpu", "no_tpu_cluster", "flag", False, "Do not run on a TPU pod."),
+    _option("tpu", "tpu_name", "str", None, "The pod's name.", in_config=True),
+    _option("tpu", "tpu_zone", "str", None, "The pod's zone.", in_config=True),
+    _option("tpu", "tpu_use_sudo", "flag", False, "Use sudo on the pod.", in_config=True),
+    _option(
         "tpu", "vm", "list", (), "Without effect: a pod is reached by its name.", repeated=True, key="tpu_vm"
     ),
-    _own(
+    _option(
         "tpu",
         "env",
         "list",
@@ -271,7 +271,7 @@ _ELSEWHERE = [
         repeated=True,
         key="tpu_env",
     ),
-    _own(
+    _option(
         "tpu",
         "main_training_function",
         "str",
@@ -279,9 +279,9 @@ _ELSEWHERE = [
         "Function of the script that TPU workers run.",
         in_config=True,
     ),
-    _own("sagemaker", "aws_access_key_id", "str", None, "AWS access key."),
-    _own("sagemaker", "aws_secret_access_key", "str", None, "AWS secret key."),
-    _own(
+    _option("sagemaker", "aws_access_key_id", "str", None, "AWS access key."),
+    _option("sagemaker", "aws_secret_access_key", "str", None, "AWS secret key."),
+    _option(
         "mpirun",
         "mpirun_hostfile",
         "str",
@@ -290,7 +290,7 @@ _ELSEWHERE = [
         section="mpirun_config",
         in_config=True,
     ),
-    _own(
+    _option(
         "mpirun",
         "mpirun_ccl",
         "int",
