@@ -68,7 +68,7 @@ def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> 
     if unsupported is not None:
         match = find_path(data, lambda node: node is unsupported)
         assert match is not None
-        raise TypeError(f"{operation} moves dense tensors, but {match[0]} {_why(unsupported)}.")
+        raise TypeError(f"{operation} moves dense tensors, but {match[0]} {_reason(unsupported)}.")
 
 
 def require_devices(operation: str, data: Any, devices: Iterable[torch.device], process: ProcessInfo) -> None:
@@ -106,7 +106,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
     return type(leaf) is torch.Tensor or not hasattr(leaf, "__tensor_flatten__")
 
 
-def _why(leaf: torch.Tensor) -> str:
+def _reason(leaf: torch.Tensor) -> str:
     name = type(leaf).__name__
     # By name: torch.distributed.tensor takes long to import, and is not needed to word an error.
     if name == "DTensor":

@@ -87,7 +87,7 @@ def broadcast_object_list(
     dist.broadcast_object_list(payload, from_process)
     _raise_failures("broadcast_object_list", {from_process: payload[0]})
     if not sends:
-        _fill(object_list, pickle.loads(payload[0]), from_process)  # type: ignore[arg-type]
+        _copy_into(object_list, pickle.loads(payload[0]), from_process)  # type: ignore[arg-type]
     return object_list
 
 
@@ -108,7 +108,7 @@ def _raise_failures(operation: str, payloads: dict[int, bytes | str | None]) -> 
         )
 
 
-def _fill(object_list: list[Any], received: list[Any], source: int) -> None:
+def _copy_into(object_list: list[Any], received: list[Any], source: int) -> None:
     if len(received) != len(object_list):
         raise ValueError(
             f"broadcast_object_list: process {source} has {len(received)} objects, but the list here has "

@@ -213,7 +213,7 @@ class Session:
 
     def _warn(self, waited_s: float) -> None:
         warn(
-            f"Process {self.rank} has waited {waited_s:.0f} s in {self.last}.\n{self._where_missing()}",
+            f"Process {self.rank} has waited {waited_s:.0f} s in {self.last}.\n{self._locate_missing()}",
             RuntimeWarning,
             about="process",
         )
@@ -221,10 +221,10 @@ class Session:
     def _give_up(self, waited_s: float) -> None:
         self.fail(
             f"Process {self.rank} has waited {waited_s:.0f} s in {self.last}, which is the timeout of the "
-            f"process group.\n{self._where_missing()}"
+            f"process group.\n{self._locate_missing()}"
         )
 
-    def _where_missing(self) -> str:
+    def _locate_missing(self) -> str:
         missing = self._missing()
         numbers = {rank: self.store.add(f"ask/{rank}", 1) for rank in missing}
         until = time.monotonic() + ANSWER_S

@@ -328,9 +328,7 @@ def _describe_names(index: int, rows: Sequence[_Entry | None], everyone: Sequenc
     # First what is missing on some process; otherwise the order differs.
     for row in rows:
         without = (
-            []
-            if row is None
-            else [rank for rank, present_names in enumerate(names) if row.name not in present_names]
+            [] if row is None else [rank for rank, existing in enumerate(names) if row.name not in existing]
         )
         if row is not None and without:
             having = [rank for rank in range(len(rows)) if rank not in without]

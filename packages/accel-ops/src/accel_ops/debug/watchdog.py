@@ -144,19 +144,19 @@ class Watchdog:
         status = self._sampler.take()
         if status.waited_s < self.timeout_s:
             self._ask_after_s = self.timeout_s
-        asks = status.waited_s >= self._ask_after_s
-        if asks:
+        may_ask = status.waited_s >= self._ask_after_s
+        if may_ask:
             self._ask_after_s = 2 * status.waited_s
         # A store that process 0 may have hosted is not called unless it is needed.
         elif 0 in self._left and not (status.operation and status.waited_s >= self.timeout_s / 2):
             return
         try:
-            question = self._store.call(lambda store: self._poll(store, asks), _STORE_S)
+            question = self._store.call(lambda store: self._poll(store, may_ask), _STORE_S)
             if question > self._round:
                 self._round = question
-                self._report(self._ask_all(question, self._sampler.take()))
+                self._report(self._query_all(question, self._sampler.take()))
         except (RuntimeError, OSError) as error:  # gone, or no answer in time
-            if asks:
+            if may_ask:
                 self._report(self._last_statuses(status), _STORE_LOST.format(reason=first_line(error)))
 
     def _report(self, statuses: Mapping[int, Status | None], lost: str = "") -> None:
@@ -197,7 +197,7 @@ class Watchdog:
         # The training thread hangs in C++, where no exception reaches it.
         os._exit(1)
 
-    def _ask_all(self, number: int, local_status: Status) -> dict[int, Status | None]:
+    def _query_all(self, number: int, local_status: Status) -> dict[int, Status | None]:
         timeout_s = ANSWER_S + _STORE_S
         return self._store.call(lambda store: self._exchange(store, number, local_status), timeout_s)
 
@@ -221,12 +221,12 @@ class Watchdog:
         """Return the key of this process, of another rank, or of a question's number."""
         return f"{self._number}/{name}/{self.rank if number is None else number}"
 
-    def _poll(self, store: Store, asks: bool) -> int:
+    def _poll(self, store: Store, may_ask: bool) -> int:
         """Return the number of the next question, if there is one, else of the last.
 
         Args:
             store: The store.
-            asks: Whether this process asks it, if no other has.
+            may_ask: Whether this process asks, if no other has.
         """
         if 0 not in self._left and store.check([self._key("farewell", 0)]):
             notes = json.loads(store.get(self._key("farewell", 0)))
@@ -236,7 +236,7 @@ class Watchdog:
             store.set(self._key("read"), "")
         # Questions are numbered from 1; two processes that ask at the same time ask the same one.
         following = self._round + 1
-        if asks:
+        if may_ask:
             store.set(self._key("asked", following), "")
             return following
         return following if store.check([self._key("asked", following)]) else self._round
@@ -287,10 +287,10 @@ class Watchdog:
         others = list(range(1, self.world))
         until = time.monotonic() + LINGER_S
         while others and time.monotonic() < until:
-            others = [rank for rank in others if not self._knows_or_left(store, rank)]
+            others = [rank for rank in others if not self._has_read_or_left(store, rank)]
             time.sleep(_PAUSE_S if others else 0)
 
-    def _knows_or_left(self, store: Store, rank: int) -> bool:
+    def _has_read_or_left(self, store: Store, rank: int) -> bool:
         return bool(store.check([self._key("read", rank)]) or store.check([self._key("left", rank)]))
 
     # The end
@@ -327,9 +327,11 @@ class Watchdog:
         """Report where all ranks are after a failed collective: perhaps one has left."""
         lost = ""
         try:
-            number = self._store.call(lambda store: self._poll(store, asks=True), _STORE_S)
+            number = self._store.call(lambda store: self._poll(store, may_ask=True), _STORE_S)
             statuses = (
-                self._last_statuses(local_status) if 0 in self._left else self._ask_all(number, local_status)
+                self._last_statuses(local_status)
+                if 0 in self._left
+                else self._query_all(number, local_status)
             )
         except (RuntimeError, OSError) as error:
             statuses, lost = self._last_statuses(local_status), _STORE_LOST.format(reason=first_line(error))

@@ -55,7 +55,7 @@ def send_to_device(
 def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: frozenset[str]) -> Any:
     kind = type(node)
     if kind in _PLAIN_CONTAINERS:
-        if _are_there(node.values() if kind is dict else node, device):
+        if _are_on_device(node.values() if kind is dict else node, device):
             return node
     elif isinstance(node, torch.Tensor):
         return node if node.device == device else node.to(device, non_blocking=non_blocking)
@@ -80,7 +80,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
     return rebuild(node, sent)
 
 
-def _are_there(leaves: Iterable[Any], device: torch.device | int) -> bool:
+def _are_on_device(leaves: Iterable[Any], device: torch.device | int) -> bool:
     """Return whether nothing has to move: found quickly for most batches on the CPU."""
     kinds = set(map(type, leaves)) - _PLAIN_LEAVES  # for all at once
     if not kinds:

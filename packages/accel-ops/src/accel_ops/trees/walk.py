@@ -284,11 +284,11 @@ def _unsupported(operation: str, data: Any, test_type: Callable[[Any], bool]) ->
     path, value = match if match else ("data", data)
     return (
         f"{operation} takes nested dicts, lists, tuples, mappings and dataclasses of objects for which "
-        f"{getattr(test_type, '__name__', test_type)} holds, but {path} is {_brief(value)}. Take it out, or "
-        "make it a tensor."
+        f"{getattr(test_type, '__name__', test_type)} holds, but {path} is {_short_text(value)}. Remove it, "
+        "or make it a tensor."
     )
 
 
-def _brief(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = repr(value)
     return f"of type {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
