@@ -64,8 +64,8 @@ class GradScalerKwargs(KwargsHandler):
             ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
             ("growth_interval", self.growth_interval >= 1, "at least 1"),
         )
-        for name, holds, allowed in checks:
-            if not holds:
+        for name, is_valid, allowed in checks:
+            if not is_valid:
                 raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)!r}.")
 
 

@@ -90,7 +90,9 @@ class AcceleratorState(ProcessMethods):
         self._shown_by_handle = newest
 
     @classmethod
-    def _of(cls, plan: TrainPlan, cpu: bool, process_group_options: dict[str, Any]) -> AcceleratorState:
+    def _from_plan(
+        cls, plan: TrainPlan, cpu: bool, process_group_options: dict[str, Any]
+    ) -> AcceleratorState:
         """Join the process group, and make the newest state show a plan."""
         if _group_is_gone():
             PartialState._reset_state()  # a second training after end_training() needs a group again

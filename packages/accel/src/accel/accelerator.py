@@ -172,7 +172,7 @@ class Accelerator:
             plugin_class=plugin_class,
         )
         # Joins the process group: from here on collectives are possible.
-        state = AcceleratorState._of(plan, cpu, self.handlers.process_group_options())
+        state = AcceleratorState._from_plan(plan, cpu, self.handlers.process_group_options())
         gradient_state = GradientState.new(plan.accumulation)  # two in one program have separate windows
         # An engine may need the process group, and makes the scaler.
         engine = start_engine(state.plan, state, gradient_state, **self.handlers.for_engines())

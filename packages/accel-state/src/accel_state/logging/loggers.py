@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     _Adapter = logging.LoggerAdapter  # Python 3.10 cannot subscript it
 
-_COUNTS_OWN_FRAMES = sys.version_info < (3, 11)  # whether a stacklevel counts the frames of logging too
+_COUNTS_LOGGING_FRAMES = sys.version_info < (3, 11)  # whether a stacklevel counts the frames of logging too
 
 
 class MultiProcessAdapter(_Adapter):
@@ -90,10 +90,10 @@ class MultiProcessAdapter(_Adapter):
         level, wrapped = 0, False
         while frame is not None:
             module = frame.f_globals.get("__name__")
-            level += module != "logging" or _COUNTS_OWN_FRAMES
+            level += module != "logging" or _COUNTS_LOGGING_FRAMES
             if module not in ("logging", __name__):
-                caller_self = frame.f_locals.get("self")
-                if isinstance(caller_self, logging.LoggerAdapter) and caller_self is not self:
+                logger = frame.f_locals.get("self")
+                if isinstance(logger, logging.LoggerAdapter) and logger is not self:
                     wrapped = True
                 else:
                     stacklevel -= 1
