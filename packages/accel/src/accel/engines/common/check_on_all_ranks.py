@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def check_on_all_ranks(
-    models: Sequence[tuple[torch.nn.Module, bool]], whose: str, process: ProcessInfo
+    models: Sequence[tuple[torch.nn.Module, bool]], source: str, process: ProcessInfo
 ) -> Iterator[None]:
     """A context for local checks; at its end all ranks raise if one has raised.
 
@@ -26,7 +26,7 @@ def check_on_all_ranks(
 
     Args:
         models: The models to train, each with whether its weights are needed here.
-        whose: Which processes' weights are used, for the message.
+        source: Which processes' weights are used, for the message.
         process: This process.
 
     Raises:
@@ -59,7 +59,7 @@ def check_on_all_ranks(
         )
     for (model, _), number in zip(models, missing, strict=True):
         if number:
-            _raise_missing(model, number, whose, process)
+            _raise_missing(model, number, source, process)
 
 
 def _meta_names(model: torch.nn.Module) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _meta_names(model: torch.nn.Module) -> Iterator[str]:
     return (name for name, tensor in tensors if tensor.is_meta)
 
 
-def _raise_missing(model: torch.nn.Module, number: int, whose: str, process: ProcessInfo) -> None:
+def _raise_missing(model: torch.nn.Module, number: int, source: str, process: ProcessInfo) -> None:
     names = list(_meta_names(model))
     listed = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
     fix = "Load them there, or give them memory with to_empty() and initialise them"
@@ -80,7 +80,7 @@ def _raise_missing(model: torch.nn.Module, number: int, whose: str, process: Pro
         fix = "They are not persistent, so no checkpoint has them: compute them there"
     raise ValueError(
         f"{type(model).__name__} has parameters or buffers{listed} without values to start from: they are on "
-        f"the meta device on {number} of {process.world_size} processes, and those of {whose} are used. "
+        f"the meta device on {number} of {process.world_size} processes, and those of {source} are used. "
         f"{fix}. Under FSDP all processes but the first may stay on meta with "
         "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
     )

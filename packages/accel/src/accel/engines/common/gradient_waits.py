@@ -32,9 +32,9 @@ class GradientWaits:
         self.is_active = False
         self._rate = rate
         self._models: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()  # its last sample
-        self._passes = self._taken = 0  # all, and those before the last `take`
+        self._passes = self._counted = 0  # all, and those before the last `take`
         self._waits: list[float] = []  # sampled since `take`, in seconds
-        self._usual = 0.0  # their median
+        self._median = 0.0  # their median
 
     def add(self, model: torch.nn.Module) -> torch.nn.Module:
         """Sample a prepared model, if it waits for gradients.
@@ -61,10 +61,10 @@ class GradientWaits:
         """Return the seconds of waits since the last call; a pass without a sample counts as their median."""
         self._sample()
         if self._waits:
-            self._usual = median(self._waits)
-        others = max(0, self._passes - self._taken - len(self._waits))
-        waited_s = sum(self._waits) + self._usual * others
-        self._waits, self._taken = [], self._passes
+            self._median = median(self._waits)
+        others = max(0, self._passes - self._counted - len(self._waits))
+        waited_s = sum(self._waits) + self._median * others
+        self._waits, self._counted = [], self._passes
         return waited_s
 
     def stop(self) -> None:

@@ -121,18 +121,18 @@ class DeepSpeedPlugin:
             put(self.deepspeed_config, _KEYS["zero_stage"], stage)
         mismatches: list[str] = []
         for name, key in sorted(_KEYS.items(), key=lambda item: item[0] not in user_set):  # the user's first
-            value, present = getattr(self, name), self.hf_ds_config.get_value(key)
+            value, existing = getattr(self, name), self.hf_ds_config.get_value(key)
             if value is None:
                 continue
-            if present in (None, AUTO):
+            if existing in (None, AUTO):
                 # What DeepSpeed does without the setting.
                 if value != "none":
                     put(self.deepspeed_config, key, value)
             # All differences are collected, so that one run shows them all.
-            elif present != value and value != AUTO:
+            elif existing != value and value != AUTO:
                 place = "in the config file of accel launch" if name in from_file else "here"
                 mismatches.append(
-                    f"- {key}={present!r} in DeepSpeed's configuration, {name}={value!r} {place}"
+                    f"- {key}={existing!r} in DeepSpeed's configuration, {name}={value!r} {place}"
                 )
         _raise(mismatches)
         if not has_config:
@@ -287,13 +287,13 @@ class DeepSpeedPlugin:
         for kind in ("fp16", "bf16"):
             wanted = mixed_precision == kind and not casts
             key = f"{kind}.enabled"
-            present = self.get_value(key)
-            if present in (None, AUTO):
+            existing = self.get_value(key)
+            if existing in (None, AUTO):
                 put(self.deepspeed_config, key, wanted)
                 self._filled[key] = wanted
-            elif present != wanted:
+            elif existing != wanted:
                 mismatches.append(
-                    f"- {key}={present!r} in DeepSpeed's configuration, mixed_precision={mixed_precision!r} "
+                    f"- {key}={existing!r} in DeepSpeed's configuration, mixed_precision={mixed_precision!r} "
                     "here"
                 )
         _raise(mismatches)

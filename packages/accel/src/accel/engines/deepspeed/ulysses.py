@@ -52,13 +52,13 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
     import_deepspeed("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
     handler = config.sp_handler
     assert handler is not None, "it is made with sp_size"
-    _put_attention_back()
+    _restore_attention()
     functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     name = handler.sp_attn_implementation
     if name is not None and name in functions:
         _replaced[name] = functions[name]
         # Models of another Accelerator in this process would attend in groups that are gone.
-        rendezvous.before_destroy(_put_attention_back)
+        rendezvous.before_destroy(_restore_attention)
     attention = import_deepspeed("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
     return attention.register_with_transformers(
         model_name_or_path=model,
@@ -70,7 +70,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
     )
 
 
-def _put_attention_back() -> None:
+def _restore_attention() -> None:
     """Take DeepSpeed's attention out of transformers, before its process groups are destroyed."""
     while _replaced:
         name, function = _replaced.popitem()
@@ -125,5 +125,5 @@ class SequenceParallelLoader(EngineLoader):
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
             if number >= self.skips:
                 # Shards are views of full sequences, which models of transformers cannot flatten.
-                whole = recursively_apply(lambda tensor: tensor.contiguous(), batch)
-                yield send_to_device(whole, self.device)
+                contiguous = recursively_apply(lambda tensor: tensor.contiguous(), batch)
+                yield send_to_device(contiguous, self.device)

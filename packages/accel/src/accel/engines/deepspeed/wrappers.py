@@ -65,7 +65,7 @@ class DeepSpeedEngineWrapper:
         loses_gradients = self.engine.zero_optimization_stage() in (0, 3)
         self._trained.before_pass(not self.has_gathered, loses_gradients, self.name)
         # As under DDP, where what counts is whether the forward pass ran under no_sync.
-        is_boundary = sync_gradients and not (self._forwards.is_held_back or self._forwards.was_held_back)
+        is_boundary = sync_gradients and not (self._forwards.in_no_sync or self._forwards.was_in_no_sync)
         if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
             loss = loss / _or_one(self._factor)
         # Set here, as DeepSpeed otherwise counts micro-batches itself: windows of the last batches of an
@@ -93,11 +93,11 @@ class DeepSpeedEngineWrapper:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context whose backward passes are not the window's last."""
-        before, self._forwards.is_held_back = self._forwards.is_held_back, True
+        before, self._forwards.in_no_sync = self._forwards.in_no_sync, True
         try:
             yield
         finally:
-            self._forwards.is_held_back = before
+            self._forwards.in_no_sync = before
 
     def finish_window(self) -> None:
         """Reduce gradients of a window whose last backward pass was held back."""
@@ -142,7 +142,7 @@ class DeepSpeedEngineWrapper:
         self._forget()
 
     def _forget(self) -> None:
-        self.is_reduced = self.has_gathered = self._forwards.was_held_back = False
+        self.is_reduced = self.has_gathered = self._forwards.was_in_no_sync = False
         self._factor = None
         # clip_grad_norm_ counts for one step; what the configuration says counts again after it.
         if hasattr(self.engine.optimizer, "clip_grad"):
@@ -158,12 +158,12 @@ class _Forwards:
 
     def __init__(self) -> None:
         self.count = 0
-        self.is_held_back = False  # whether `no_sync` is entered now
-        self.was_held_back = False  # whether it was in the last forward pass
+        self.in_no_sync = False  # whether `no_sync` is entered now
+        self.was_in_no_sync = False  # whether it was in the last forward pass
 
     def __call__(self, *_: Any) -> None:
         self.count += 1
-        self.was_held_back = self.is_held_back
+        self.was_in_no_sync = self.in_no_sync
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):

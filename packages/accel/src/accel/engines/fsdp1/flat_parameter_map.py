@@ -52,11 +52,11 @@ class FlatParameterMap:
         for group in optimizer.param_groups:
             self.check_group(type(optimizer).__name__, group["params"])
 
-    def check_group(self, whose: str, parameters: Iterable[torch.Tensor]) -> None:
+    def check_group(self, optimizer_name: str, parameters: Iterable[torch.Tensor]) -> None:
         """Reject a group with only some of the parameters in a flat one.
 
         Args:
-            whose: The name of the optimizer, for the message.
+            optimizer_name: Name of the optimizer, for the message.
             parameters: The group's.
 
         Raises:
@@ -65,7 +65,7 @@ class FlatParameterMap:
         trained = [item for item in parameters if item.requires_grad and item in self._new]
         for flat_parameter in {self._new[item] for item in trained}:
             count = sum(self._new[item] is flat_parameter for item in trained)
-            _check_all_or_none(whose, count, self._sizes[flat_parameter])
+            _check_all_or_none(optimizer_name, count, self._sizes[flat_parameter])
 
     def swap_parameters(self, optimizer: Any) -> None:
         """Replace the parameters of an optimizer in place: groups, options and schedules stay."""
@@ -170,9 +170,9 @@ def check_group_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> N
             _check_all_or_none(type(optimizer).__name__, count, len(trained))
 
 
-def _check_all_or_none(whose: str, count: int, size: int) -> None:
+def _check_all_or_none(optimizer_name: str, count: int, size: int) -> None:
     if count not in (0, size):
         raise ValueError(
-            f"{whose} has a group with {count} of {size} parameters that fsdp_version=1 flattens into "
-            "one vector, which is stepped as one tensor. Set use_orig_params=True, or fsdp_version=2."
+            f"{optimizer_name} has a group with {count} of {size} parameters that fsdp_version=1 flattens "
+            "into one vector, which is stepped as one tensor. Set use_orig_params=True, or fsdp_version=2."
         )

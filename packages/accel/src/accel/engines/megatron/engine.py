@@ -293,8 +293,8 @@ class MegatronLMEngine(Engine):
                 f"return_logits=True with a {kind} model: its train step returns only losses. Leave it out, "
                 "or give MegatronLMPlugin(custom_train_step_class=...)."
             )
-        ours = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
-        if (plugin.context_parallel_size or 1) > 1 and ours:
+        is_built_in = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
+        if (plugin.context_parallel_size or 1) > 1 and is_built_in:
             raise ValueError(
                 f"context_parallel_size={plugin.context_parallel_size}: labels, positions and masks are "
                 "made of a full batch, and each process has a shard of it. Give custom_get_batch_function, "

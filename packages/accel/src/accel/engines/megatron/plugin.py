@@ -21,7 +21,7 @@ _RENAMED = {
     "sequence_parallelism": "sequence_parallel",
 }
 # Fields that are no arguments of Megatron-LM.
-_OURS = frozenset(
+_ACCEL_FIELDS = frozenset(
     {
         "is_train_batch_min",
         "return_logits",
@@ -209,7 +209,7 @@ class MegatronLMPlugin:
             for field in dataclasses.fields(self)
             # The other fields are computed from what is prepared.
             if field.init
-            and field.name not in _OURS
+            and field.name not in _ACCEL_FIELDS
             and not field.name.startswith(("custom_", "tensorboard"))
         } | (self.other_megatron_args or {})
 
@@ -274,8 +274,8 @@ class MegatronLMPlugin:
         """
         self._note(_describe_optimizer(optimizer))
         decay = self.megatron_lm_default_args["weight_decay"]
-        for end, given in (("start", self.start_weight_decay), ("end", self.end_weight_decay)):
-            self.megatron_lm_default_args[f"{end}_weight_decay"] = decay if given is None else given
+        for end, value in (("start", self.start_weight_decay), ("end", self.end_weight_decay)):
+            self.megatron_lm_default_args[f"{end}_weight_decay"] = decay if value is None else value
 
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Describe a scheduler to Megatron-LM, which creates its own.
@@ -307,9 +307,11 @@ class MegatronLMPlugin:
 
     def _check_length(self, scheduler: Any, steps: int) -> None:
         """Reject a schedule of another length than the user's; `steps` are those of all processes."""
-        given = {name: getattr(self, name) for name in ("train_iters", "train_samples")}
-        given |= {name: (self.other_megatron_args or {}).get(name, value) for name, value in given.items()}
-        iters, samples = given["train_iters"], given["train_samples"]
+        lengths = {name: getattr(self, name) for name in ("train_iters", "train_samples")}
+        lengths |= {
+            name: (self.other_megatron_args or {}).get(name, value) for name, value in lengths.items()
+        }
+        iters, samples = lengths["train_iters"], lengths["train_samples"]
         batch = self.megatron_lm_default_args.get("global_batch_size")  # not known before set_training_args
         if iters is not None and iters != steps:
             plugin, schedule = f"train_iters={iters}", f"{steps} of these"

@@ -117,11 +117,11 @@ def _follow_group(state: Any) -> None:
 
 
 def _check_same(state: Any, sizes: Mapping[str, Any]) -> None:
-    present = {name: getattr(state, f"get_{name.removesuffix('_size')}_world_size")() for name in _SIZES}
+    existing = {name: getattr(state, f"get_{name.removesuffix('_size')}_world_size")() for name in _SIZES}
     tensor = sizes["tensor_model_parallel_size"]
     wanted = {**dict.fromkeys(_SIZES, 1), "expert_tensor_parallel_size": tensor, **sizes}
-    if present != wanted:
+    if existing != wanted:
         raise ValueError(
-            f"megatron-core's processes are arranged with {present} already, and this MegatronLMPlugin asks "
+            f"megatron-core's processes are arranged with {existing} already, and this MegatronLMPlugin asks "
             f"for {wanted}. One program has one arrangement at a time: call end_training() before the next."
         )

@@ -44,7 +44,7 @@ def fully_shard(
     if reshard_after_forward is not None:
         options["reshard_after_forward"] = reshard_after_forward
     if is_torch_version("<", "2.7"):
-        _share_root(module, mesh)
+        _use_common_root(module, mesh)
     sharded = fsdp.fully_shard(module, mesh=mesh, **options)
     if is_torch_version("<", "2.7"):
         reduce_unused(sharded)
@@ -65,7 +65,7 @@ def parallelize_module(
         return parallel.parallelize_module(module, mesh, style)
 
 
-def _share_root(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+def _use_common_root(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Make torch find the axis of tensor parallelism on the mesh whose other axes are sharded over.
 
     torch 2.6 knows one mesh for equal axes: the one that was cut last.

@@ -145,10 +145,10 @@ class ShardedEngine(Engine):
         self.gradient_sync.reshard()  # modules that a second model shares are recognized by their shards
         models = () if request.evaluation_mode else request.models
         fresh = [(model, self.needs_weights) for model in models if not self.is_wrapped(model)]
-        whose = "the first" if self.sends_weights else "all"
+        source = "the first" if self.sends_weights else "all"
         self.forget_groups()
         try:
-            with check_on_all_ranks(fresh, whose, self.context.process):
+            with check_on_all_ranks(fresh, source, self.context.process):
                 self.check(request)
         except BaseException:
             self.forget_groups()  # the model may be changed before it is prepared again

@@ -59,7 +59,7 @@ def materialize_rest(
     keep = set()
     for parameter, names in aliases(model).items():
         if parameter in ignored:
-            keep.add(_fill_parameter(model, parameter, names, how))
+            keep.add(_initialize_parameter(model, parameter, names, how))
     return keep
 
 
@@ -94,7 +94,7 @@ def materialize_group(
                 "sync_module_states=False it gets no values. Initialise it there."
             )
         # Names only for those on meta: a module that was filled before has new parameters.
-        _fill_parameter(model, parameter, names[parameter] if parameter.is_meta else (), how)
+        _initialize_parameter(model, parameter, names[parameter] if parameter.is_meta else (), how)
 
 
 def ensure_weights_retied(
@@ -120,11 +120,11 @@ def ensure_weights_retied(
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
         prefix = f"{paths[module]}." if paths[module] else ""
-        names_here = {
+        local_names = {
             f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         for names in shared:
-            for name in names_here & set(names):
+            for name in local_names & set(names):
                 tied = map(model.get_parameter, names)
                 initialised = next((item for item in tied if not item.is_meta), None)
                 if initialised is not None:
@@ -146,7 +146,7 @@ def put_parameter(model: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     setattr(model.get_submodule(path), last, parameter)
 
 
-def _fill_parameter(
+def _initialize_parameter(
     model: torch.nn.Module, parameter: torch.nn.Parameter, names: Sequence[str], how: WeightSource
 ) -> torch.nn.Parameter:
     if not parameter.is_meta:

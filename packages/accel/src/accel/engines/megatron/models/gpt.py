@@ -79,8 +79,8 @@ class GPTTrainStep(AbstractTrainStep):
         parallel = core("tensor_parallel")
         # Cross-entropy changes its input in place.
         losses = parallel.vocab_parallel_cross_entropy(logits.float().clone(), labels)
-        whole = parallel.gather_from_tensor_model_parallel_region(logits.detach())
-        return self.loss_func(loss_mask, (losses, whole))
+        all_logits = parallel.gather_from_tensor_model_parallel_region(logits.detach())
+        return self.loss_func(loss_mask, (losses, all_logits))
 
 
 def _of_megatron(data_iterator: Any) -> tuple[torch.Tensor, ...]:
