@@ -62,22 +62,22 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         include_buffers = env.get("ACCELERATE_INIT_INCLUDE_BUFFERS")
     # Of a tensor there: "cuda" has an index then, as the devices have that it is compared with.
     hook = _moving_to(torch.empty(0, device=device).device)
-    outer, _here.hook = _here.hook, hook
+    outer, _thread_hook.hook = _thread_hook.hook, hook
     with ExitStack() as ending:
-        ending.callback(setattr, _here, "hook", outer)
+        ending.callback(setattr, _thread_hook, "hook", outer)
         ending.enter_context(register_module_parameter_registration_hook(hook))
         if include_buffers:
             ending.enter_context(register_module_buffer_registration_hook(hook))
         yield
 
 
-class _Here(threading.local):
+class _ThreadHook(threading.local):
     """The hook of this thread: torch calls each hook in all threads, and those of outer contexts too."""
 
     hook: Hook | None = None
 
 
-_here = _Here()
+_thread_hook = _ThreadHook()
 
 
 def _moving_to(device: torch.device) -> Hook:
@@ -85,17 +85,17 @@ def _moving_to(device: torch.device) -> Hook:
     moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is registered twice is moved once
 
     def hook(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or tensor.device == device or _here.hook is not hook:
+        if tensor is None or tensor.device == device or _thread_hook.hook is not hook:
             return None
         if tensor not in moved:
-            moved[tensor] = _on(device, tensor)
+            moved[tensor] = _copy_to(device, tensor)
         found: torch.Tensor = moved[tensor]
         return found
 
     return hook
 
 
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor or parameter of the same type on another device."""
     kind: Any = type(tensor)
     if is_lazy(tensor):  # its device is where it will get its values

@@ -31,19 +31,19 @@ def move(value: torch.Tensor, current: torch.Tensor, device: torch.device | None
         `value` itself, if nothing about it has to change.
     """
     device = value.device if device is None else device
-    there = value.device == device and value.dtype == current.dtype
+    in_place = value.device == device and value.dtype == current.dtype
     if not isinstance(current, torch.nn.Parameter):
-        return value.detach() if there else move_tensor(current, value, device)
+        return value.detach() if in_place else move_tensor(current, value, device)
     if isinstance(value, torch.nn.Parameter) and type(value) is type(current):
-        if there:
+        if in_place:
             if value.requires_grad != current.requires_grad:
                 value.requires_grad_(current.requires_grad)
             return value
         if type(value).to is not torch.Tensor.to:  # it is quantized already, and knows how to move
             return value.to(device)
-    if there and type(value) is torch.Tensor and type(current) is torch.nn.Parameter and not vars(current):
+    if in_place and type(value) is torch.Tensor and type(current) is torch.nn.Parameter and not vars(current):
         return torch.nn.Parameter(value, current.requires_grad)  # what `moved` returns, without its checks
-    return _known_once(move_tensor(current, value, device))
+    return _drop_stale_statistics(move_tensor(current, value, device))
 
 
 def bring_to(device: torch.device | None, value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
@@ -63,10 +63,10 @@ def bring_to(device: torch.device | None, value: torch.Tensor, current: torch.Te
     quantized = type(value) is type(current) and type(value).to is not torch.Tensor.to
     if not quantized or not isinstance(value, torch.nn.Parameter):
         return move(value, current, device)
-    return _known_once(move_tensor(value, value.data, value.device if device is None else device))
+    return _drop_stale_statistics(move_tensor(value, value.data, value.device if device is None else device))
 
 
-def _known_once(weight: torch.Tensor) -> torch.Tensor:
+def _drop_stale_statistics(weight: torch.Tensor) -> torch.Tensor:
     if getattr(weight, "SCB", weight) is None:
         # An int8 weight of a bitsandbytes layer that has run: the layer has its statistics, and asks no more.
         weight.CB = None  # type: ignore[attr-defined]
@@ -112,8 +112,8 @@ def check_no_computed_weights(module: torch.nn.Module) -> None:
         kind = type(hook)
         pruned = isinstance(hook, prune.BasePruningMethod)
         if pruned or (kind.__module__.startswith("torch.nn.utils.") and kind.__name__ in _COMPUTING):
-            instead = "torch.nn.utils.prune.remove(module, name)" if pruned else _COMPUTING[kind.__name__]
+            fix = "torch.nn.utils.prune.remove(module, name)" if pruned else _COMPUTING[kind.__name__]
             raise ValueError(
                 f"{type(module).__name__} has torch's {kind.__name__}, which computes its weight before an "
-                f"offloaded one is loaded. Use {instead} before the model is offloaded."
+                f"offloaded one is loaded. Use {fix} before the model is offloaded."
             )

@@ -96,10 +96,10 @@ def test_those_that_were_taken_come_back_to_their_devices() -> None:
     assert names_left(updated, slots, training=True) == []
     held = dict(table)
 
-    updated.bring_back({"first": META, "second": META})
+    updated.restore({"first": META, "second": META})
     assert all(table[name] is held[name] for name in held)  # their values are nowhere else
     table["second"] = torch.ones(2, device="meta")
     table["first"] = None
-    updated.bring_back({"first": CPU, "second": META})
+    updated.restore({"first": CPU, "second": META})
     assert table["first"] is None
     assert table["second"].is_meta

@@ -260,9 +260,9 @@ class AlignDevicesHook(ModelHook):
         self._handles = ()
         for slot in self.slots:
             slot.table[slot.leaf] = self._restored(slot)
-        self._updated.bring_back(self.original_devices)
+        self._updated.restore(self.original_devices)
         for entry in self._kept:
-            entry.put_back(self.tied_params_map)
+            entry.restore(self.tied_params_map)
         self._kept = []
         self._refresh(module)
         return module

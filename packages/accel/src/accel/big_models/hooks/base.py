@@ -228,7 +228,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         remove_hook_from_module(module)
     module = hook.init_hook(module)
     if old is not None and append:
-        module._hf_hook = SequentialHook(*_parts(old), *_parts(hook))  # type: ignore[assignment]
+        module._hf_hook = SequentialHook(*_single_hooks(old), *_single_hooks(hook))  # type: ignore[assignment]
         return module
     module._hf_hook = hook  # type: ignore[assignment]
     module._old_forward = weak_forward(module.forward, module)  # type: ignore[assignment]
@@ -265,7 +265,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def _parts(hook: ModelHook) -> tuple[ModelHook, ...]:
+def _single_hooks(hook: ModelHook) -> tuple[ModelHook, ...]:
     # Of this very class: a derived one may do more than its hooks.
     return hook.hooks if type(hook) is SequentialHook else (hook,)
 

@@ -35,7 +35,7 @@ def keep_state(
     return (
         # Private in torch: 2.13 has public forms of both, register_state_dict_post_hook and
         # register_load_state_dict_pre_hook.
-        untyped._register_state_dict_hook(state.fill),
+        untyped._register_state_dict_hook(state.add_weights),
         untyped._register_load_state_dict_pre_hook(state.reject),
     )
 
@@ -47,7 +47,7 @@ class _OffloadedState:
         self.slots = slots
         self.value = value
 
-    def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def add_weights(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for slot in self.slots:
             existing = state_dict.get(prefix + slot.name)
             if isinstance(existing, torch.Tensor) and existing.is_meta:

@@ -67,7 +67,7 @@ class Kept:
     device: torch.device
     tied: Copies | None
 
-    def put_back(self, tied_params_map: TiedParameters | None) -> None:
+    def restore(self, tied_params_map: TiedParameters | None) -> None:
         """Bring the tensor to where it was, once for all modules that share it."""
         current: torch.Tensor | None = self.table.get(self.leaf)
         if current is None or META in (current.device, self.device):

@@ -57,7 +57,7 @@ class UpdatedBuffers:
         # What is written through .data, as some do in training, is not counted.
         return training and not torch.equal(current, bring_to(current.device, stored(slot), current))
 
-    def bring_back(self, devices: Mapping[str, torch.device]) -> None:
+    def restore(self, devices: Mapping[str, torch.device]) -> None:
         """Bring those that were taken to their devices; what came from the meta device stays where it is.
 
         Args:

@@ -70,7 +70,7 @@ class Inputs:
             Positional and keyword arguments.
         """
         names = (name for name, leaf in self._leaves.items() if isinstance(leaf, torch.Tensor))
-        filled = _fill(self._example, "", dict(zip(names, tensors, strict=True)))
+        filled = _with_tensors(self._example, "", dict(zip(names, tensors, strict=True)))
         bound = inspect.BoundArguments(self._signature, filled)
         return bound.args, bound.kwargs
 
@@ -95,44 +95,49 @@ class Inputs:
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline; it takes and gives tensors only, and passes on what later stages need.
+    """One stage of a pipeline; it takes and returns tensors only, and passes on what later stages need.
 
     Args:
-        part: The traced module of this stage.
-        takes: Names of the values that it gets.
-        call: The node of the whole graph that calls the part.
-        after: The nodes that take the part's results apart.
-        gives: Names of the values that it returns, in order.
+        graph_module: The traced module of this stage.
+        input_names: Names of the values that it gets.
+        call: The node of the whole graph that calls the module.
+        after: The nodes that unpack its results.
+        output_names: Names of the values that it returns, in order.
     """
 
     def __init__(
-        self, part: nn.Module, takes: list[str], call: fx.Node, after: list[fx.Node], gives: list[str]
+        self,
+        graph_module: nn.Module,
+        input_names: list[str],
+        call: fx.Node,
+        after: list[fx.Node],
+        output_names: list[str],
     ) -> None:
         super().__init__()
-        self.part = part
-        self.takes, self.gives = takes, gives
+        self.graph_module = graph_module
+        self.input_names, self.output_names = input_names, output_names
         # Names instead of nodes, which would keep the whole graph of the model alive.
         self._arguments: Any = fx.node.map_arg(call.args, lambda node: _Name(node.name))
         self._call = call.name
         self._items: list[Any] = [(node.name, node.all_input_nodes[0].name, node.args[1]) for node in after]
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the part.
+        """Run the stage.
 
         Args:
-            *values: What `takes` names, each `(batch, *)`.
+            *values: What `input_names` names, each `(batch, *)`.
 
         Returns:
-            What `gives` names, each `(batch, *)`.
+            What `output_names` names, each `(batch, *)`.
         """
-        values_by_name: dict[str, Any] = dict(zip(self.takes, values, strict=True))
-        values_by_name[self._call] = self.part(
+        values_by_name: dict[str, Any] = dict(zip(self.input_names, values, strict=True))
+        values_by_name[self._call] = self.graph_module(
             *(values_by_name[value] if isinstance(value, _Name) else value for value in self._arguments)
         )
         for name, source, key in self._items:
             values_by_name[name] = values_by_name[source][key]
         # Tensors are sent to the next process, which takes their memory as it is.
-        return tuple(values_by_name[name].contiguous() for name in self.gives)
+        return tuple(values_by_name[name].contiguous() for name in self.output_names)
 
 
 class _Name(str):
@@ -208,15 +213,15 @@ def _stages(graph_module: fx.GraphModule) -> list[Stage]:
         sources = [made_by[source] for source in node.all_input_nodes]
         made_by[node] = order[node] if node in order else max(sources, default=0)
     stages = []
-    takes = inputs
+    input_names = inputs
     for place, call in enumerate(calls):
         after = [node for node in nodes if node.op == "call_function" and made_by[node] == place]
-        gives = outputs
+        output_names = outputs
         if place < len(calls) - 1:
-            gives = [node.name for node in nodes[:-1] if _crosses(node, place, made_by, order, output)]
+            output_names = [node.name for node in nodes[:-1] if _crosses(node, place, made_by, order, output)]
         module = graph_module.get_submodule(str(call.target))
-        stages.append(Stage(module, takes, call, after, gives))
-        takes = gives
+        stages.append(Stage(module, input_names, call, after, output_names))
+        input_names = output_names
     return stages
 
 
@@ -256,9 +261,11 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _walk(child, f"{path}.{key}" if path else key)
 
 
-def _fill(tree: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _with_tensors(tree: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     inside = children(tree)
     if inside is None:
         return tensors.get(path, tree)
     names = [f"{path}.{key}" if path else str(key) for key in keys(tree)]
-    return rebuild(tree, [_fill(child, name, tensors) for name, child in zip(names, inside, strict=True)])
+    return rebuild(
+        tree, [_with_tensors(child, name, tensors) for name, child in zip(names, inside, strict=True)]
+    )

@@ -84,11 +84,11 @@ class _Found:
                 self.visit(_join(name, child_name), child, level + 1)
         self.levels[level].append((first, len(self.names)))
 
-    def add(self, names: tuple[str, ...], parts: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    def add(self, names: tuple[str, ...], modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         index = len(self.names)
         parameters: float = 0
         buffers: float = 0
-        for path, module in parts:
+        for path, module in modules:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     parameters += self.bytes_in(index, path, key, parameter)

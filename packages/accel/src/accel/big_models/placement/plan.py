@@ -119,8 +119,8 @@ def make_plan(layout: ModelLayers, targets: Sequence[Target], fallback: bool = F
     while True:
         found = _Placer(layout, targets, reserved, reserved_on_cpu, fallback).run()
         largest = _largest_by_kind(layout, targets, found)
-        away = max(largest.get("cpu", 0), largest.get("disk", 0))
-        needed = away if "accelerator" in largest else 0
+        offloaded = max(largest.get("cpu", 0), largest.get("disk", 0))
+        needed = offloaded if "accelerator" in largest else 0
         needed_on_cpu = largest.get("disk", 0)
         if needed <= reserved and needed_on_cpu <= reserved_on_cpu:
             return PlacementPlan(found, reserved, reserved_on_cpu)
@@ -231,9 +231,9 @@ class _Placer:
             if self.put(group):
                 return True
             size_of_all = self.cost(group, set())
-            later = (target for target in self.targets[self.current + 1 :] if target.kind == kind)
+            later_targets = (target for target in self.targets[self.current + 1 :] if target.kind == kind)
             # They wait for a later device of the kind, which has room for all of them.
-            if any(size_of_all <= self.room_on(target) for target in later):
+            if any(size_of_all <= self.room_on(target) for target in later_targets):
                 return False
             self.separate[tied[0]] = kind
         return self.put([index])
@@ -268,8 +268,8 @@ class _Placer:
         """Return the bytes that layers add to tensors that are placed; a shared tensor counts once."""
         layers = [self.layout.layers[index] for index in group]
         shared = {number: size for layer in layers for number, size in layer.shared.items()}
-        apart = sum(size for number, size in shared.items() if number not in placed_tensors)
-        return apart + sum(layer.alone for layer in layers)
+        unshared = sum(size for number, size in shared.items() if number not in placed_tensors)
+        return unshared + sum(layer.alone for layer in layers)
 
     def with_empty_layers(self) -> list[int]:
         """Return the devices, with layers without tensors on that of the one before, or of the first."""

@@ -28,9 +28,9 @@ class QuantizedLayers:
         self._bnb: Any = require("bitsandbytes", extra="bitsandbytes")
         self._config = config
         self._layers: dict[str, Any] = {}
-        # What a layer that was saved quantized consists of, until all of it is there.
-        self._parts: dict[str, dict[str, torch.Tensor]] = {}
-        # Those without weights, to take the loading back; the others are to be freed one by one.
+        # By layer, what has been read so far of those that were saved quantized.
+        self._saved_tensors: dict[str, dict[str, torch.Tensor]] = {}
+        # Those without weights, to undo the loading; the others are freed one by one.
         self._empty: list[tuple[nn.Module, str, nn.Linear]] = []
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -63,7 +63,7 @@ class QuantizedLayers:
         if leaf == "weight" and value.is_floating_point():
             self._set(path, self._quantize(value).to(self._device(path, placement)), placement)
         else:
-            self._parts.setdefault(path, {})[leaf] = value
+            self._saved_tensors.setdefault(path, {})[leaf] = value
         return True
 
     def finish(self, placement: WeightPlacement) -> None:
@@ -73,8 +73,8 @@ class QuantizedLayers:
             placement: Where they go.
         """
         set_weight = self._saved_8bit if self._config.load_in_8bit else self._saved_4bit
-        for path, parts in self._parts.items():
-            self._set(path, set_weight(parts, self._device(path, placement)), placement)
+        for path, tensors in self._saved_tensors.items():
+            self._set(path, set_weight(tensors, self._device(path, placement)), placement)
 
     def _device(self, path: str, placement: WeightPlacement) -> str:
         assert placement.device_map is not None
@@ -123,18 +123,18 @@ class QuantizedLayers:
             quant_type=config.bnb_4bit_quant_type,
         )
 
-    def _saved_8bit(self, parts: dict[str, torch.Tensor], device: str) -> Any:
+    def _saved_8bit(self, tensors: dict[str, torch.Tensor], device: str) -> Any:
         # Copied, as what was read may be mapped from the file.
-        weight, scales = parts["weight"].clone(), parts["SCB"].clone()
+        weight, scales = tensors["weight"].clone(), tensors["SCB"].clone()
         made = self._bnb.nn.Int8Params(
             weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales
         )
         return made.to(device)
 
-    def _saved_4bit(self, parts: dict[str, torch.Tensor], device: str) -> Any:
-        statistics = {leaf: value.clone() for leaf, value in parts.items() if leaf != "weight"}
+    def _saved_4bit(self, tensors: dict[str, torch.Tensor], device: str) -> Any:
+        statistics = {leaf: value.clone() for leaf, value in tensors.items() if leaf != "weight"}
         return self._bnb.nn.Params4bit.from_prequantized(
-            parts["weight"].clone(), statistics, requires_grad=False, device=device
+            tensors["weight"].clone(), statistics, requires_grad=False, device=device
         )
 
 
@@ -161,12 +161,12 @@ def check_weights(
     """
     targets = ModelTensors(model)
     found: set[str] = set()
-    parts: dict[str, set[str]] = {}
+    saved: dict[str, set[str]] = {}
     surplus = []
     for name, value in weights:
         path, leaf = _split(name, names)
         if path and (leaf != "weight" or not value.is_floating_point()):
-            parts.setdefault(path, set()).add(leaf)
+            saved.setdefault(path, set()).add(leaf)
             found.add(f"{path}.weight")
         elif name not in targets or not isinstance(value, torch.Tensor):
             surplus.append(name)
@@ -177,15 +177,15 @@ def check_weights(
             )
         else:
             found.update(targets.names(name))
-    for path, leaves in parts.items():
-        _check_parts(path, leaves, config)
+    for path, leaves in saved.items():
+        _check_saved_tensors(path, leaves, config)
     missing = [name for name, value in model.named_parameters() if value.is_meta and name not in found]
     if missing:
         raise ValueError(f"weights_location has no weights for: {', '.join(missing)}.")
     return surplus
 
 
-def _check_parts(path: str, leaves: set[str], config: BnbQuantizationConfig) -> None:
+def _check_saved_tensors(path: str, leaves: set[str], config: BnbQuantizationConfig) -> None:
     # What bitsandbytes saves in addition to a 4-bit weight; for one of 8 bits it is "SCB".
     four = any(".quant_state." in leaf for leaf in leaves)
     needed = {"weight"} if four else {"weight", "SCB"}
@@ -199,9 +199,9 @@ def _check_parts(path: str, leaves: set[str], config: BnbQuantizationConfig) -> 
 
 def _split(name: str, layers: Collection[str]) -> tuple[str, str]:
     """Split the name of a weight after its layer; ("", name) if it is the bias or of no layer of these."""
-    parts = name.split(".")
-    for length in range(1, len(parts)):
-        path, leaf = ".".join(parts[:length]), ".".join(parts[length:])
+    segments = name.split(".")
+    for length in range(1, len(segments)):
+        path, leaf = ".".join(segments[:length]), ".".join(segments[length:])
         # Biases stay in their dtype, and are placed as weights of any other layer.
         if path in layers and leaf != "bias":
             return path, leaf

@@ -89,7 +89,7 @@ def load_and_quantize_model(
     if surplus:
         warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")
     layers = QuantizedLayers(model, names, config)
-    _fill(model, layers, placement, _read(files) if files else _drain(original))
+    _load_weights(model, layers, placement, _read(files) if files else _drain(original))
     if device_map is None:
         return model.to(device=placed[""])
     return dispatch_model(model, placed, offload_dir=offload_folder, offload_index=placement.index)
@@ -205,7 +205,7 @@ def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, state.pop(name)
 
 
-def _fill(
+def _load_weights(
     model: nn.Module, layers: QuantizedLayers, placement: WeightPlacement, weights: Iterator[tuple[str, Any]]
 ) -> None:
     """Quantize the weights of quantized layers, and place the others."""
