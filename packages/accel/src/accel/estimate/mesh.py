@@ -88,11 +88,11 @@ def block_of(name: str) -> str:
     Args:
         name: The parameter's full name.
     """
-    parts = name.split(".")
-    for index, piece in enumerate(parts):
+    segments = name.split(".")
+    for index, piece in enumerate(segments):
         if piece.isdecimal():
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:-1])
+            return ".".join(segments[: index + 1])
+    return ".".join(segments[:-1])
 
 
 def mesh_bytes(

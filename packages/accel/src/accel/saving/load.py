@@ -90,7 +90,7 @@ def _restore(
     skipped = _call_hooks(run, reader, strict)
     optimizers = [item for item in run.prepared.optimizers if not engine.states.has_native_checkpoint(item)]
     # On any number of processes, and under any engine.
-    in_parts = any(file_names.role_of(name) == "sharded" for name in reader.names)
+    is_sharded = any(file_names.role_of(name) == "sharded" for name in reader.names)
     # Models whose weights the engine reads from its own files are not for `restore`.
     native = {
         index for index, model in enumerate(run.prepared.models) if engine.states.has_native_checkpoint(model)
@@ -98,16 +98,16 @@ def _restore(
     models = {
         index: engine.states.model_to_load(model)
         for index, model in enumerate(run.prepared.models)
-        if index not in native and not in_parts
+        if index not in native and not is_sharded
     }
     objects = Objects(
         [model for index, model in models.items() if index not in skipped],
-        [] if in_parts else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
+        [] if is_sharded else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
         run.prepared.schedulers,
         run.prepared.loaders,
         run.scaler,
         run.registered,
-        _sharded_objects(run, skipped) if in_parts else None,
+        _sharded_objects(run, skipped) if is_sharded else None,
         # The optimizer of a model that a hook has removed needs the names of its parameters.
         list(models.values()),
         is_sharded=engine.gradients.are_sharded,

@@ -119,8 +119,8 @@ def _main_only_blocks(node: ast.AST, what: str) -> Iterator[list[ast.stmt]]:
     if isinstance(node, ast.If):
         yes, no = (node.body, node.orelse) if not _is_negated(node.test) else (node.orelse, node.body)
         # If the other branch saves too, all processes save.
-        others_save = any(_named(inner) == what for item in no for inner in ast.walk(item))
-        if _says_main(node.test) and not others_save:
+        all_ranks_save = any(_named(inner) == what for item in no for inner in ast.walk(item))
+        if _is_main_condition(node.test) and not all_ranks_save:
             yield yes
     for name in ("body", "orelse", "finalbody"):
         found = getattr(node, name, None)
@@ -138,7 +138,7 @@ def _is_guard(item: ast.AST) -> bool:
     return (
         isinstance(item, ast.If)
         and _is_negated(item.test)
-        and _says_main(item.test)
+        and _is_main_condition(item.test)
         and isinstance(item.body[-1], ast.Return | ast.Continue | ast.Raise)
     )
 
@@ -147,15 +147,15 @@ def _is_negated(test: ast.expr) -> bool:
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
 
-def _says_main(test: ast.expr) -> bool:
+def _is_main_condition(test: ast.expr) -> bool:
     """Whether a condition holds on the main process alone; or, negated, on all others."""
     if isinstance(test, ast.UnaryOp):
         return isinstance(test.op, ast.Not) and _named(test.operand) in _MAIN
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return any(_says_main(value) and not _is_negated(value) for value in test.values)
+        return any(_is_main_condition(value) and not _is_negated(value) for value in test.values)
     if isinstance(test, ast.BoolOp):
         # "is_main_process or distributed_type == DEEPSPEED": under that engine all save in any case.
-        return _says_main(test.values[0]) and all(
+        return _is_main_condition(test.values[0]) and all(
             any(_named(inner) == "distributed_type" for inner in ast.walk(value)) for value in test.values[1:]
         )
     return _named(test) in _MAIN

@@ -100,7 +100,7 @@ def filter_trackers(
     # `value`: a LoggerType stands for a name.
     if any(str(getattr(item, "value", item)) == "all" for item in wanted):
         objects = [item for item in wanted if isinstance(item, GeneralTracker)]  # "all" covers names alone
-        wanted = [*objects, *_all_that_can_start(logging_dir)]
+        wanted = [*objects, *_startable_trackers(logging_dir)]
     chosen: list[str | GeneralTracker] = []
     for item in wanted:
         if isinstance(item, GeneralTracker):
@@ -140,7 +140,7 @@ def has_tracker(name: str) -> bool:
     return name in TRACKERS or name in REGISTERED
 
 
-def _all_that_can_start(logging_dir: str | os.PathLike[str] | None) -> list[str]:
+def _startable_trackers(logging_dir: str | os.PathLike[str] | None) -> list[str]:
     names = get_available_trackers()
     without = [] if logging_dir else [n for n in names if tracker_class(n).requires_logging_directory]
     if without:

@@ -86,7 +86,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     for handler in handlers or ():
         if isinstance(handler, ObserverKwargs | Observer):
             if type(handler) in observers:
-                raise ValueError(_two_of(type(handler), type(handler)))
+                raise ValueError(_duplicate_message(type(handler), type(handler)))
             observers[type(handler)] = handler
             continue
         field = next((name for kind, name in _fields().items() if isinstance(handler, kind)), None)
@@ -102,12 +102,12 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
                 "and settings of an engine that another package adds."
             )
         if field in found:
-            raise ValueError(_two_of(type(found[field]), type(handler)))
+            raise ValueError(_duplicate_message(type(found[field]), type(handler)))
         found[field] = handler
     return Handlers(**found, observers=tuple(observers.values()))
 
 
-def _two_of(first: type, second: type) -> str:
+def _duplicate_message(first: type, second: type) -> str:
     both = f"two {first.__name__}" if first is second else f"{first.__name__} and {second.__name__}"
     return f"kwargs_handlers holds {both}; pass one, with every option that you want set."
 

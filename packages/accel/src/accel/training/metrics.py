@@ -63,9 +63,9 @@ def gather_for_metrics(
     """
     copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
     loader = passes[0].loader if passes and passes[0].is_open else None
-    fill = _fill(loader, shard[1])
-    if fill is not None and not all(fill.rows):
-        raise RuntimeError(_some_are_missing(loader, fill.rows))
+    step = _step_rows(loader, shard[1])
+    if step is not None and not all(step.rows):
+        raise RuntimeError(_some_are_missing(loader, step.rows))
     padding = _padding(passes, shard[1], is_training)
     for one in passes:
         one.is_gathered = True
@@ -73,14 +73,14 @@ def gather_for_metrics(
     uneven_monitor = getattr(loader, "uneven_monitor", None)
     if uneven_monitor is not None:
         _wait_for_all_ranks(loader, uneven_monitor, process)
-    if use_gather_object or not _holds_only_tensors(data):
+    if use_gather_object or not _has_only_tensors(data):
         if padding is not None:
             data = _cut_objects(data, padding.of(shard[0]))
         if shares_sequences and copies > 1:
             _check_equal_objects(gather_object([data], process=process), copies)
         # Of the processes with the same samples, the first gives its objects for all.
         return gather_object([] if process.rank % copies else data, process=process)
-    sequences = _batch_sizes(loader, fill, shard[1]) if shares_sequences else None
+    sequences = _batch_sizes(loader, step, shard[1]) if shares_sequences else None
     # Two more collectives, of sizes and padding, which even loaders never need.
     if process.world_size > 1 and any(_may_be_uneven(one.loader) for one in passes):
         return _gather_uneven(data, padding, process, copies, sequences)
@@ -132,13 +132,13 @@ def warn_of_reduced_padding(state: GradientState, size: int, reduction: str) -> 
         reduction: How values are reduced.
     """
     one = next(iter(state._loaders.current), None)
-    fill = None if one is None or one.is_gathered else _fill(one.loader, size)
-    if one is None or fill is None or fill.real == fill.rows or reduction not in ("sum", "mean"):
+    step = None if one is None or one.is_gathered else _step_rows(one.loader, size)
+    if one is None or step is None or step.real == step.rows or reduction not in ("sum", "mean"):
         return
     one.is_gathered = True
     warn(
         f"reduce(..., {reduction!r}) is called for {describe(one.loader)}, whose last step repeats "
-        f"{sum(fill.rows) - sum(fill.real)} samples to fill up the batches: a sum or a mean over its batches "
+        f"{sum(step.rows) - sum(step.real)} samples to fill up the batches: a sum or a mean over its batches "
         "counts them twice. gather_for_metrics leaves them out, and loader.real_samples says how many to "
         "count.",
         UserWarning,
@@ -180,28 +180,28 @@ def _padding(passes: Sequence[LoaderPass], size: int, is_training: bool) -> _Pad
         return None
     # After a loop that gathered its batches nothing is left that could count padding.
     uncounted = [one for one in passes if one.is_open or not one.is_gathered]
-    warns = any(_fill(one.loader, size) and (one is passes[0] or not is_training) for one in uncounted)
+    warns = any(_step_rows(one.loader, size) and (one is passes[0] or not is_training) for one in uncounted)
     return _Padding(real, frozenset(unclear), warns)
 
 
 def _real_rows_of(one: LoaderPass, size: int) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the rows of the batch at hand, or of the whole epoch after its end, and how many are real."""
-    fill, each = _fill(one.loader, size), getattr(one.loader, "batch_size", None)
-    if fill is None and isinstance(each, int):
-        fill = StepRows((each,) * size, (each,) * size)
-    if fill is None:
+    step, each = _step_rows(one.loader, size), getattr(one.loader, "batch_size", None)
+    if step is None and isinstance(each, int):
+        step = StepRows((each,) * size, (each,) * size)
+    if step is None:
         return {}
     before = 0
     # After the loop, as many rows as its last batch had may be anything: those of the whole epoch count, if
     # no other step was padded.
     if not one.is_open and one.batches > 1:
-        if not isinstance(each, int) or one.padded_batches != (fill.real != fill.rows):
+        if not isinstance(each, int) or one.padded_batches != (step.real != step.rows):
             return {}
         before = each * (one.batches - 1)
-    return {tuple(before + n for n in fill.rows): tuple(before + n for n in fill.real)}
+    return {tuple(before + n for n in step.rows): tuple(before + n for n in step.real)}
 
 
-def _fill(loader: Any | None, size: int) -> StepRows | None:
+def _step_rows(loader: Any | None, size: int) -> StepRows | None:
     """The loader's `StepRows` of this step, if the loader is for so many data-parallel processes."""
     real = getattr(loader, "real_samples", None)
     if real is None or loader is None or len(real) != size:  # another Accelerator's loader
@@ -241,14 +241,14 @@ def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
     )
 
 
-def _holds_only_tensors(data: Any) -> bool:
+def _has_only_tensors(data: Any) -> bool:
     if isinstance(data, torch.Tensor):
         return True
     inside = children(data)
     if inside is None:
         return False
     # The usual tree, for many leaves at once.
-    return set(map(type, inside)) == {torch.Tensor} or all(map(_holds_only_tensors, inside))
+    return set(map(type, inside)) == {torch.Tensor} or all(map(_has_only_tensors, inside))
 
 
 def _may_be_uneven(loader: Any | None) -> bool:
@@ -263,10 +263,10 @@ def _may_be_uneven(loader: Any | None) -> bool:
     return False
 
 
-def _batch_sizes(loader: Any | None, fill: StepRows | None, size: int) -> set[int]:
+def _batch_sizes(loader: Any | None, step: StepRows | None, size: int) -> set[int]:
     """Return how many sequences a process with most of them may have in this step, as far as is known."""
-    if fill is not None:
-        return set(fill.rows)
+    if step is not None:
+        return set(step.rows)
     total = getattr(loader, "total_batch_size", None)
     return set() if total is None else {total // size, getattr(loader, "remainder", -1)}
 

@@ -367,8 +367,8 @@ def _belongs_to_run(run: Run, stepped: dict[int, torch.Tensor], of_models: dict[
 
 def _is_replaced(run: Run, stepped: dict[int, torch.Tensor]) -> bool:
     """Whether sharding a model has replaced parameters of an optimizer."""
-    present = run.engine.gradient_sync.trained_parameter
-    return any(present(item) is not item for item in stepped.values() if isinstance(item, torch.nn.Parameter))
+    trained = run.engine.gradient_sync.trained_parameter
+    return any(trained(item) is not item for item in stepped.values() if isinstance(item, torch.nn.Parameter))
 
 
 def _wrong_steps(
@@ -418,9 +418,9 @@ def _plain_iterations() -> list[Any]:
     from accel_data.order.samplers import BatchSamplerShard
     from accel_data.stream.dataset import BlockReader
 
-    ours = (BatchSamplerShard, Unbatched, JoinedBatches)
+    prepared_types = (BatchSamplerShard, Unbatched, JoinedBatches)
     return [
         item
         for item in _instances(_BaseDataLoaderIter)
-        if not isinstance(item._index_sampler, ours) and not isinstance(item._dataset, BlockReader)
+        if not isinstance(item._index_sampler, prepared_types) and not isinstance(item._dataset, BlockReader)
     ]

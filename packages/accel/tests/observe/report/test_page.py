@@ -12,7 +12,7 @@ import pytest
 
 from accel.observe.report.page import IMAGE_BYTES, ROWS, render
 from accel.observe.report.read import read_runs
-from accel.observe.statistics.clock import PARTS
+from accel.observe.statistics.clock import SECTIONS
 from accel_launch.cli import main
 
 VOID = {"meta", "img"}
@@ -71,7 +71,7 @@ def write_run(folder, name="digits", steps=30):
 def write_summary(folder, processes=2):
     own = {"host": EVIL, "device": "cpu", "steps": 30, "samples": 120}
     own |= {"peak_memory": {"host": 300 * 2**20, "device": 0}}
-    seconds = dict.fromkeys(PARTS, 0.5)
+    seconds = dict.fromkeys(SECTIONS, 0.5)
     ranks = [{"rank": rank, **own, "seconds": {**seconds, "data": 1.25 + rank}} for rank in range(processes)]
     slow = [{"rank": 1, "part": "data", "ratio": 1.84, "steps": [1, 20]}]
     summary = {"version": 1, "processes": processes, "steps": 30, "samples": 2400, "seconds": 5.25}

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.observe.statistics import StatisticsKwargs
-from accel.observe.statistics.clock import PARTS
+from accel.observe.statistics.clock import SECTIONS
 from accel.utils import DistributedDataParallelKwargs
 from accel_data import DataLoaderConfiguration
 from accel_data.loader.shard import DataLoaderShard
@@ -106,7 +106,9 @@ def train(accelerator, model, loader, pause_in_backward_s=0.0, epochs=1):
 def uneven_run(folder, slow_part, slow):
     """12 steps of some milliseconds, in which process 1 takes more time in one part."""
     accelerator = accelerator_with(folder, every=4, slow=slow)
-    late_s = {part: 0.06 if accelerator.process_index == 1 and part == slow_part else 0.004 for part in PARTS}
+    late_s = {
+        name: 0.06 if accelerator.process_index == 1 and name == slow_part else 0.004 for name in SECTIONS
+    }
     loader = DataLoader(Numbers(24 * accelerator.num_processes, late_s["data"] / 2), batch_size=2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -188,7 +190,7 @@ def test_the_summary_adds_up(world, tmp_path, size):
     assert [own["rank"] for own in summary["ranks"]] == list(range(size))
     for own, whole in zip(summary["ranks"], took, strict=True):
         seconds = own["seconds"]
-        assert list(seconds) == list(PARTS)
+        assert list(seconds) == list(SECTIONS)
         assert 0.7 * whole < sum(seconds.values()) <= whole  # all but making the Accelerator
         assert seconds["data"] >= 3 * 0.001 * (23 // size)
         assert seconds["forward"] >= 3 * 0.002 * (6 // size)
@@ -283,7 +285,7 @@ def test_the_table_is_printed(tmp_path, capsys, monkeypatch):
     head, names, own = capsys.readouterr().out.splitlines()
     assert head.startswith("4 steps and 8 samples in ")
     assert " on 1 process: " in head
-    assert names.split() == ["process", "seconds", *PARTS, "memory"]
+    assert names.split() == ["process", "seconds", *SECTIONS, "memory"]
     assert own.split()[0] == "0"
     shares = [int(cell) for cell, sign in zip(own.split()[2:], own.split()[3:], strict=False) if sign == "%"]
     assert sum(shares) == pytest.approx(100, abs=4)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from accel.observe.statistics.clock import PARTS
+from accel.observe.statistics.clock import SECTIONS
 from accel.observe.statistics.stragglers import find_stragglers
 
 
 def times(**seconds):
-    return {**dict.fromkeys(PARTS, 0.0), **seconds}
+    return {**dict.fromkeys(SECTIONS, 0.0), **seconds}
 
 
 def found(rows, slow=1.2, hides_waits=False, steps=10):

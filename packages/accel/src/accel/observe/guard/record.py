@@ -110,8 +110,8 @@ class WindowRecorder(Observer):
         indices = None if iteration.indices is None else iteration.indices.next()
         self._buffers = {}
         # In new containers, as loops take entries out of batches.
-        tensors, put_together = flatten(batch)
-        kept = put_together(tensors)
+        tensors, unflatten = flatten(batch)
+        kept = unflatten(tensors)
         rng = get_rng_state(self._run.process)
         epoch = getattr(loader, "iteration", None)
         self._batches[iteration.number] = _RecordedBatch(kept, rng, epoch, iteration.count, indices)

@@ -126,9 +126,9 @@ class _Replay(Observer):
                 if name
                 else f"the model ({type(module).__name__})"
             )
-            module.register_forward_hook(partial(self._ran, label))
+            module.register_forward_hook(partial(self._check_output, label))
 
-    def _ran(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+    def _check_output(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         if not _is_finite(flatten(output)[0]):
             self._found.setdefault("module whose output is not finite", name)
 
@@ -192,7 +192,7 @@ class _Replay(Observer):
         is_same = recorded.dtype == here.dtype and _bits(recorded) == _bits(here)
         self._is_same &= is_same
         print(
-            f"  loss recorded {_shown(recorded)}, recomputed {_shown(here)}: "
+            f"  loss recorded {_format_tensor(recorded)}, recomputed {_format_tensor(here)}: "
             f"{'the same' if is_same else 'different'}"
         )
 
@@ -206,7 +206,7 @@ def _bits(value: torch.Tensor) -> list[int]:
     return bits
 
 
-def _shown(value: torch.Tensor) -> str:
+def _format_tensor(value: torch.Tensor) -> str:
     size = value.element_size()
     bits = ", ".join(f"0x{item & (1 << 8 * size) - 1:0{2 * size}x}" for item in _bits(value))
     number = float(value) if value.numel() == 1 else math.nan

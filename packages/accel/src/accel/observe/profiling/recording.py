@@ -110,7 +110,7 @@ class _Recordings:
             vars(profiler).pop("export_chrome_trace", None)
             path.unlink(missing_ok=True)
             profiler.export_chrome_trace(str(path))
-            _check_whole(path)
+            _check_complete(path)
             # torch exports a recording once, and raises the second time: on_trace_ready, or the script
             # after the block, gets a copy.
             profiler.export_chrome_trace = partial(_copy, path)
@@ -133,14 +133,14 @@ def _check_folder(folder: Path) -> None:
         ) from error
 
 
-def _check_whole(path: Path) -> None:
+def _check_complete(path: Path) -> None:
     # torch prints an error and goes on where it cannot write.
-    whole = False
+    is_complete = False
     if path.is_file():
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16))
-            whole = file.read().rstrip().endswith(b"}")
-    if not whole:
+            is_complete = file.read().rstrip().endswith(b"}")
+    if not is_complete:
         raise OSError(f"The trace {path} could not be written as a whole: is the disk full?")
 
 

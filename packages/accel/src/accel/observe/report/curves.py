@@ -40,23 +40,25 @@ def draw(name: str, curves: Sequence[tuple[int, Points]]) -> str:
         # SVG counts down from the top.
         return LEFT + across, HEIGHT - BOTTOM - up
 
-    parts = [
+    elements = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}"><g class="axes">',
     ]
     for value in y_ticks:
         _, down = place(left, value)
-        parts.append(f'<line x1="{LEFT}" y1="{down:.1f}" x2="{WIDTH - RIGHT}" y2="{down:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{down + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        elements.append(f'<line x1="{LEFT}" y1="{down:.1f}" x2="{WIDTH - RIGHT}" y2="{down:.1f}"/>')
+        elements.append(f'<text x="{LEFT - 7}" y="{down + 4:.1f}" text-anchor="end">{number(value)}</text>')
     for step in x_ticks:
         if left <= step <= right:
             across, _ = place(step, low)
             base = HEIGHT - BOTTOM
-            parts.append(f'<line x1="{across:.1f}" y1="{base}" x2="{across:.1f}" y2="{base + 4}"/>')
-            parts.append(f'<text x="{across:.1f}" y="{base + 17}" text-anchor="middle">{number(step)}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text></g>')
+            elements.append(f'<line x1="{across:.1f}" y1="{base}" x2="{across:.1f}" y2="{base + 4}"/>')
+            elements.append(
+                f'<text x="{across:.1f}" y="{base + 17}" text-anchor="middle">{number(step)}</text>'
+            )
+    elements.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text></g>')
     for color, points in curves:
-        parts += _curve(color, without_most_points(points), place)
-    return "".join(parts) + "</svg>"
+        elements += _curve(color, without_most_points(points), place)
+    return "".join(elements) + "</svg>"
 
 
 def _curve(color: int, points: Points, place: _Place) -> Iterator[str]:

@@ -42,7 +42,9 @@ class RunFiles:
         longest, steps = max(sum(rank["seconds"].values()) for rank in ranks), ranks[0]["steps"]
         if not longest:
             return
-        busy_ms = sorted(1e3 * sum(rank["seconds"][part] for part in without_waits) / steps for rank in ranks)
+        busy_ms = sorted(
+            1e3 * sum(rank["seconds"][section] for section in without_waits) / steps for rank in ranks
+        )
         numbers = {
             "samples_per_second": distinct_fraction * sum(rank["samples"] for rank in ranks) / longest,
             "step_ms": 1e3 * longest / steps,

@@ -34,12 +34,12 @@ def render(runs: Sequence[LoggedRun]) -> str:
     body = "".join(
         [
             f"<header><h1>{escape(title)}</h1><p class=soft>{_subtitle(runs)}</p>{_legend(runs)}</header>",
-            *(summary_section(run, _of(run, runs)) for run in runs),
+            *(summary_section(run, _run_suffix(run, runs)) for run in runs),
             _curves(runs),
-            *(_texts(run, _of(run, runs)) for run in runs),
+            *(_texts(run, _run_suffix(run, runs)) for run in runs),
             *_images(runs),
-            *(_tables(run, _of(run, runs)) for run in runs),
-            *(_config(run, _of(run, runs)) for run in runs),
+            *(_tables(run, _run_suffix(run, runs)) for run in runs),
+            *(_config(run, _run_suffix(run, runs)) for run in runs),
         ]
     )
     # All in one file, which is opened from a disk or a mail, without a network.
@@ -51,7 +51,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
     )
 
 
-def _of(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
+def _run_suffix(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
     """How headings name a run: not at all, where it is the only one."""
     return f" of {run.name}" if len(runs) > 1 else ""
 
@@ -123,14 +123,14 @@ def _pairs(title: str, pairs: Mapping[str, str]) -> str:
 
 
 def _tables(run: LoggedRun, of: str) -> str:
-    parts = []
+    sections = []
     for table in run.tables.values():
         at = "" if table.step is None else f", step {table.step}"
         left = len(table.rows) - ROWS
         note = f"The first {ROWS} of {len(table.rows)} rows." if left > 0 else ""
         title = f"Table {table.name}{of}{at}"
-        parts.append(_table(title, note, table.columns, table.rows[:ROWS]))
-    return "".join(parts)
+        sections.append(_table(title, note, table.columns, table.rows[:ROWS]))
+    return "".join(sections)
 
 
 def _table(
@@ -174,7 +174,7 @@ def _images(runs: Sequence[LoggedRun]) -> Iterator[str]:
         if run.images:
             note = f'<p class="soft">{out} missing, or too large to be shown here.</p>' if out else ""
             pictures = f'<div class="card pictures">{"".join(shown)}</div>' if shown else ""
-            yield _section(f"Images{_of(run, runs)}", pictures + note)
+            yield _section(f"Images{_run_suffix(run, runs)}", pictures + note)
 
 
 def _bytes(image: Image, most: int) -> bytes | None:

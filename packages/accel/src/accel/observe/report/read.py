@@ -152,8 +152,8 @@ def _add(run: LoggedRun, entry: Mapping[str, Any], folder: Path) -> None:
         rows = [list(row) for row in entry["data"]]
         run.tables[entry["table"]] = Table(entry["table"], step, list(entry["columns"] or ()), rows)
     for slow in entry.get("slow", []):
-        rank, part, ratio = int(slow["rank"]), str(slow["part"]), float(slow["ratio"])
-        run.slow.append({"step": step, "rank": rank, "part": part, "ratio": ratio})
+        rank, section, ratio = int(slow["rank"]), str(slow["part"]), float(slow["ratio"])
+        run.slow.append({"step": step, "rank": rank, "part": section, "ratio": ratio})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -178,5 +178,5 @@ def _number(value: Any) -> float | None:
 
 def _is_inside(path: str) -> bool:
     """Whether a path stays in the run's folder: the file may come from anywhere."""
-    parts = Path(path).parts
-    return path.endswith(".png") and not Path(path).is_absolute() and ".." not in parts
+    segments = Path(path).parts
+    return path.endswith(".png") and not Path(path).is_absolute() and ".." not in segments

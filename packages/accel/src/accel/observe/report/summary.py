@@ -46,7 +46,7 @@ def _facts(summary: Mapping[str, Any]) -> str:
 
 def _slow(summary: Mapping[str, Any]) -> str:
     return "".join(
-        f'<p class="slow">Process {int(slow["rank"])} is slow: {_part(slow["part"])}, up to '
+        f'<p class="slow">Process {int(slow["rank"])} is slow: {_section_name(slow["part"])}, up to '
         f"{slow['ratio']:.1f} times the median (steps {slow['steps'][0]} to {slow['steps'][1]}).</p>"
         for slow in summary["slow"]
     )
@@ -57,17 +57,17 @@ def _slow_so_far(run: LoggedRun) -> str:
     for slow in run.slow:
         newest[slow["rank"], slow["part"]] = slow
     return "".join(
-        f'<p class="slow">Process {rank} was slow at step {slow["step"]}: {_part(part)}, '
+        f'<p class="slow">Process {rank} was slow at step {slow["step"]}: {_section_name(section)}, '
         f"{slow['ratio']:.1f} times the median.</p>"
-        for (rank, part), slow in newest.items()
+        for (rank, section), slow in newest.items()
     )
 
 
-def _part(part: str) -> str:
-    return "the rest of the script" if part == "other" else escape(part)
+def _section_name(section: str) -> str:
+    return "the rest of the script" if section == "other" else escape(section)
 
 
-def _shown(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _displayed_ranks(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ranks = summary["ranks"]
     if len(ranks) > RANKS:
         # A slow process waits least, as the others wait for it.
@@ -78,33 +78,40 @@ def _shown(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _bars(summary: Mapping[str, Any]) -> str:
     # 1.0 where nothing was timed, so that nothing is divided by zero.
     longest = max(sum(row["seconds"].values()) for row in summary["ranks"]) or 1.0
-    parts = list(summary["ranks"][0]["seconds"])
+    sections = list(summary["ranks"][0]["seconds"])
     keys = "".join(
-        f'<li><i style="background:var(--{escape(part)})"></i>{escape(part)}</li>' for part in parts
+        f'<li><i style="background:var(--{escape(section)})"></i>{escape(section)}</li>'
+        for section in sections
     )
     rows = []
-    for row in _shown(summary):
+    for row in _displayed_ranks(summary):
         cells = "".join(
-            f'<i style="width:{100 * seconds / longest:.3f}%;background:var(--{escape(part)})" '
-            f'title="{escape(part)}: {_duration(seconds)}"></i>'
-            for part, seconds in row["seconds"].items()
+            f'<i style="width:{100 * seconds / longest:.3f}%;background:var(--{escape(section)})" '
+            f'title="{escape(section)}: {_duration(seconds)}"></i>'
+            for section, seconds in row["seconds"].items()
         )
-        whole = _duration(sum(row["seconds"].values()))
+        total = _duration(sum(row["seconds"].values()))
         bar = f'<div class="bar">{cells}</div>'
-        rows.append(f'<div class="rank"><b>process {row["rank"]}</b>{bar}<span>{whole}</span></div>')
+        rows.append(f'<div class="rank"><b>process {row["rank"]}</b>{bar}<span>{total}</span></div>')
     left = len(summary["ranks"]) - len(rows)
     note = f'<p class="soft">{left} processes that waited longer are left out.</p>' if left else ""
     return f'{"".join(rows)}{note}<ul class="legend">{keys}</ul>'
 
 
 def _table(summary: Mapping[str, Any]) -> str:
-    parts = list(summary["ranks"][0]["seconds"])
+    sections = list(summary["ranks"][0]["seconds"])
     kinds = [kind for kind in _MEMORY if any(row["peak_memory"][kind] for row in summary["ranks"])]
-    names = ["process", *(f"{part} s" for part in parts), "steps", *(_MEMORY[kind] for kind in kinds), "host"]
+    names = [
+        "process",
+        *(f"{section} s" for section in sections),
+        "steps",
+        *(_MEMORY[kind] for kind in kinds),
+        "host",
+    ]
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = []
-    for row in _shown(summary):
-        seconds = [f"{row['seconds'][part]:.2f}" for part in parts]
+    for row in _displayed_ranks(summary):
+        seconds = [f"{row['seconds'][section]:.2f}" for section in sections]
         memory = [f"{row['peak_memory'][kind] / 2**20:,.0f} MiB" for kind in kinds]
         cells = [str(row["rank"]), *seconds, f"{row['steps']:,}", *memory, f"{row['host']} ({row['device']})"]
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
@@ -129,11 +136,11 @@ def render_text(summary: Mapping[str, Any]) -> str:
     kinds = {"memory": "host"}
     if any(rank["peak_memory"]["device"] for rank in ranks):
         kinds["device memory"] = "device"
-    parts = list(ranks[0]["seconds"])
-    rows = [["process", "seconds", *parts, *kinds]]
+    sections = list(ranks[0]["seconds"])
+    rows = [["process", "seconds", *sections, *kinds]]
     for rank in ranks:
         total = sum(rank["seconds"].values())
-        shares = [f"{100 * rank['seconds'][part] / total:.0f} %" if total else "-" for part in parts]
+        shares = [f"{100 * rank['seconds'][section] / total:.0f} %" if total else "-" for section in sections]
         memory = [f"{rank['peak_memory'][kind] / 2**20:,.0f} MiB" for kind in kinds.values()]
         rows.append([str(rank["rank"]), f"{total:.2f}", *shares, *memory])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -142,9 +149,9 @@ def render_text(summary: Mapping[str, Any]) -> str:
     ]
     lines = [head, *table, *(f"process {rank} did not answer" for rank in summary["missing"])]
     for slow in summary["slow"]:
-        part = "the rest of the script" if slow["part"] == "other" else slow["part"]
+        section = "the rest of the script" if slow["part"] == "other" else slow["part"]
         lines.append(
-            f"process {slow['rank']} is slow: {part}, up to {slow['ratio']:.1f} times the median "
+            f"process {slow['rank']} is slow: {section}, up to {slow['ratio']:.1f} times the median "
             f"(steps {slow['steps'][0]} to {slow['steps'][1]})"
         )
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from threading import get_ident
 from time import perf_counter
 
-PARTS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint", "other")
+SECTIONS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint", "other")
 """What time is spent on; "other" is the rest of the script.
 
 "collectives" is the wait for other ranks: for their gradients under DDP, and for batches that the main
@@ -39,8 +39,8 @@ class Clock:
         self.notes: SimpleQueue[tuple[str, bool, float, int]] = SimpleQueue()
         self.note = self.notes.put
         self.now = now
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._parts = ["other"]  # those that have begun, the innermost last
+        self.seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._open = ["other"]  # those that have begun, the innermost last
         self._thread = get_ident()
         self._since: float | None = None
         self._is_adding = False
@@ -57,29 +57,27 @@ class Clock:
             return
         self._is_adding = True
         for _ in range(self.notes.qsize()):
-            part, begins, time, thread = self.notes.get()
+            section, begins, time, thread = self.notes.get()
             if thread == self._thread:
-                self._add(part, begins, time)
+                self._add(section, begins, time)
         self._is_adding = False
 
-    def _add(self, part: str, begins: bool, time: float) -> None:
-        parts = self._parts
+    def _add(self, section: str, begins: bool, time: float) -> None:
+        sections = self._open
         self._count_until(time)
-        is_first = begins and part in ("data", "forward", "backward") and "checkpoint" not in parts
+        is_first = begins and section in ("data", "forward", "backward") and "checkpoint" not in sections
         self._since = time if is_first and self._since is None else self._since
         # A part ends once, and one that an error has left open ends when it begins again; a model may call
         # another.
-        if part in parts and not (begins and part in ("forward", "checkpoint")):
-            del parts[len(parts) - 1 - parts[::-1].index(part) :]
+        if section in sections and not (begins and section in ("forward", "checkpoint")):
+            del sections[len(sections) - 1 - sections[::-1].index(section) :]
         if begins:
-            parts.append(part)
+            sections.append(section)
 
     def _count_until(self, time: float) -> None:
         if self._since is not None:
             # All time in a checkpoint is the checkpoint's.
-            self.seconds["checkpoint" if "checkpoint" in self._parts else self._parts[-1]] += (
-                time - self._since
-            )
+            self.seconds["checkpoint" if "checkpoint" in self._open else self._open[-1]] += time - self._since
             self._since = time
 
     def __reduce__(self) -> tuple[type[Clock], tuple[()]]:

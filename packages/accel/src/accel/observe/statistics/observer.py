@@ -16,8 +16,8 @@ from accel.engines.common.gradient_waits import GradientWaits
 from accel.observe.rank_reports import RankReports, describe_rank
 from accel.observe.report.files import RunFiles
 from accel.observe.report.summary import render_text
-from accel.observe.statistics.clock import MANY_NOTES, PARTS, Clock
-from accel.observe.statistics.stragglers import RANK_PARTS, Straggler, find_stragglers
+from accel.observe.statistics.clock import MANY_NOTES, SECTIONS, Clock
+from accel.observe.statistics.stragglers import RANK_SECTIONS, Straggler, find_stragglers
 from accel.observe.unused_batches import UnusedBatches
 from accel_data.dispatch.loader import DataLoaderDispatcher
 from accel_ops.trees.tensors import ignorant_find_batch_size
@@ -55,7 +55,7 @@ class Statistics(Observer):
         self._steps_of: dict[int, int] = {}  # by the id of the optimizer
         self._reading = "data"  # the part that the last batch was read in
         self._waits = GradientWaits(rate=max(1, settings.every // 10 or 10))
-        self._before: dict[str, Any] = {"steps": 0, "samples": 0, "seconds": dict.fromkeys(PARTS, 0.0)}
+        self._before: dict[str, Any] = {"steps": 0, "samples": 0, "seconds": dict.fromkeys(SECTIONS, 0.0)}
         self._sent: list[int] = []  # steps of the gathers that are not complete yet
         self._slow: dict[tuple[int, str], dict[str, Any]] = {}
         self._slow_before: set[int] = set()  # at the last gather
@@ -66,8 +66,8 @@ class Statistics(Observer):
         """Time its forward passes."""
         inner = self._waits.add(model)
         # The rest of the outer one waits for the buffers of process 0.
-        for part, module in (("collectives", model), ("forward", inner))[model is inner :]:
-            begin, end = partial(_note, self.clock, part, True), partial(_note, self.clock, part, False)
+        for section, module in (("collectives", model), ("forward", inner))[model is inner :]:
+            begin, end = partial(_note, self.clock, section, True), partial(_note, self.clock, section, False)
             self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
             self._hooks.append(module.register_forward_hook(end, always_call=True))  # also when it raises
 
@@ -167,7 +167,7 @@ class Statistics(Observer):
         now, before = self._numbers(), self._before
         self._before = now
         report = {name: now[name] - before[name] for name in ("steps", "samples")}
-        seconds = {part: now["seconds"][part] - before["seconds"][part] for part in PARTS}
+        seconds = {section: now["seconds"][section] - before["seconds"][section] for section in SECTIONS}
         self._reports.send(str(self._steps), report | {"seconds": seconds})
         self._sent.append(self._steps)
         self._receive()
@@ -185,7 +185,7 @@ class Statistics(Observer):
             self._slow_before = {slow.rank for slow in found}
             self._add_slow(lasting, first, last, warns=True)
             stragglers = [slow.to_dict() for slow in found]
-            self._files.add_gather(ranks, last, self._distinct_fraction, RANK_PARTS, stragglers)
+            self._files.add_gather(ranks, last, self._distinct_fraction, RANK_SECTIONS, stragglers)
 
     def _find_slow(self, ranks: list[dict[str, Any]]) -> list[Straggler]:
         seconds, steps = [rank["seconds"] for rank in ranks], [rank["steps"] for rank in ranks]
@@ -207,7 +207,7 @@ def _synchronized_now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _note(clock: Clock, part: str, begins: bool, *_: Any) -> None:
-    clock.note((part, begins, clock.now(), get_ident()))
+def _note(clock: Clock, section: str, begins: bool, *_: Any) -> None:
+    clock.note((section, begins, clock.now(), get_ident()))
     if clock.notes.qsize() > MANY_NOTES:
         clock.add_up()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
-from accel.observe.statistics.clock import PARTS
+from accel.observe.statistics.clock import SECTIONS
 
-RANK_PARTS = tuple(part for part in PARTS if part not in ("collectives", "checkpoint"))
+RANK_SECTIONS = tuple(section for section in SECTIONS if section not in ("collectives", "checkpoint"))
 """The parts that a process works on by itself; in the others it may wait for the slow ones."""
 
 
@@ -22,18 +22,18 @@ class Straggler:
         section: The part of the step that it loses most time in.
         ratio: Its time of a step without waits, over the median of all processes.
         busy_s: Its time of a step without waits, in seconds.
-        usual_s: The median of these.
+        median_s: The median of these.
         section_s: Its time of a step in that part, in seconds.
-        usual_section_s: The median of these.
+        median_section_s: The median of these.
     """
 
     rank: int
     section: str
     ratio: float
     busy_s: float
-    usual_s: float
+    median_s: float
     section_s: float
-    usual_section_s: float
+    median_section_s: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return what files say about it."""
@@ -45,8 +45,8 @@ class Straggler:
         return (
             f"Process {self.rank} is slow: in steps {first_step} to {last_step} it needs "
             f"{1e3 * self.busy_s:.1f} ms per step without its waits, {self.ratio:.1f} times the median "
-            f"({1e3 * self.usual_s:.1f} ms). Most of it is {name}: {1e3 * self.section_s:.1f} ms there, and "
-            f"{1e3 * self.usual_section_s:.1f} ms on the median process."
+            f"({1e3 * self.median_s:.1f} ms). Most of it is {name}: {1e3 * self.section_s:.1f} ms there, and "
+            f"{1e3 * self.median_section_s:.1f} ms on the median process."
         )
 
 
@@ -69,17 +69,19 @@ def find_stragglers(
     if len(seconds) < 2 or min(steps) < 1:
         return []
     pairs = zip(seconds, steps, strict=True)
-    ranks = [{part: times[part] / count for part in RANK_PARTS} for times, count in pairs]
+    ranks = [{section: times[section] / count for section in RANK_SECTIONS} for times, count in pairs]
     totals = [sum(times.values()) for times in ranks]
-    # Of two processes the faster one is the usual one.
-    usual = {part: median_low([times[part] for times in ranks]) for part in RANK_PARTS}
-    usual_s, found = median_low(totals), []
+    # The lower one of two.
+    medians = {section: median_low([times[section] for times in ranks]) for section in RANK_SECTIONS}
+    median_s, found = median_low(totals), []
     for rank, times in enumerate(ranks):
-        excess = {part: times[part] - usual[part] for part in RANK_PARTS}
-        part, lost = max(RANK_PARTS, key=excess.__getitem__), totals[rank] - usual_s
+        excess = {section: times[section] - medians[section] for section in RANK_SECTIONS}
+        section, lost = max(RANK_SECTIONS, key=excess.__getitem__), totals[rank] - median_s
         if hides_waits and excess["data"] > lost:
-            part, lost = "data", excess["data"]
-        if lost > (slow - 1) * usual_s:
-            ratio = 1 + lost / usual_s if usual_s else float("inf")
-            found.append(Straggler(rank, part, ratio, usual_s + lost, usual_s, times[part], usual[part]))
+            section, lost = "data", excess["data"]
+        if lost > (slow - 1) * median_s:
+            ratio = 1 + lost / median_s if median_s else float("inf")
+            found.append(
+                Straggler(rank, section, ratio, median_s + lost, median_s, times[section], medians[section])
+            )
     return found

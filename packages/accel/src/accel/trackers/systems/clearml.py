@@ -29,7 +29,7 @@ class ClearMLTracker(GeneralTracker):
         self.run_name = run_name
         self.task: Any = None
         self._kwargs = kwargs
-        self._ours = False
+        self._created_task = False
 
     @property
     def tracker(self) -> Any:
@@ -42,8 +42,8 @@ class ClearMLTracker(GeneralTracker):
         clearml = require("clearml", extra="clearml")
         # A script may have begun a task, and then ends it itself.
         self.task = clearml.Task.current_task()
-        self._ours = self.task is None
-        if self._ours:
+        self._created_task = self.task is None
+        if self._created_task:
             names = {
                 "project_name": env.raw("CLEARML_PROJECT") or self.run_name,
                 "task_name": env.raw("CLEARML_TASK") or self.run_name,
@@ -100,7 +100,7 @@ class ClearMLTracker(GeneralTracker):
     @on_main_process
     def finish(self) -> None:
         """End the task, if it was begun here."""
-        if self._ours:
+        if self._created_task:
             self.task.close()
 
 
