@@ -1,4 +1,4 @@
-"""The glossary holds: no public name has a word that it bans, and each of its terms names something.
+"""The glossary holds: no name has a word that it bans, and each of its terms names something.
 
 docs/glossary.md has two tables. In the one under "Terms", the third column names what the term stands for: an
 importable object (`accel_optim.window.Window`) or a file of the repository (`docs/seam.md`). In the one under
@@ -7,6 +7,7 @@ importable object (`accel_optim.window.Window`) or a file of the repository (`do
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -17,7 +18,14 @@ from typing import Any
 
 from repo_checks.tree import Module
 
-__all__ = ["banned_words", "check_terms", "check_words", "kept_names"]
+__all__ = [
+    "banned_words",
+    "check_local_words",
+    "check_terms",
+    "check_words",
+    "kept_local_names",
+    "kept_names",
+]
 
 # Public names that cannot change, each with the reason.
 _KEPT = {
@@ -25,6 +33,21 @@ _KEPT = {
     "accel_data.resume.cursor.Cursor.part": "a key of saved loader states",
     "accel_data.resume.stream_position.StreamPosition.parts": "a key of saved loader states",
 }
+
+# Other names in a module's source that cannot change, each with the reason.
+_KEPT_LOCALLY = {
+    "accel.engines.deepspeed.plugin.fill_match": "documented by Accelerate",
+    "accel_data.resume.cursor.part": "a key of saved loader states",
+    "accel_data.resume.stream_position.parts": "a key of saved loader states",
+    "accel_launch.settings.parser._fill_text": "overrides a method of argparse",
+    "accel.observe.verify.compare.share": "a fraction",
+    "accel.observe.verify.record.share": "a fraction",
+    "accel.observe.verify.record.steps_own": "to be renamed",
+    "accel.observe.verify.record.whole": "to be renamed",
+    "accel.observe.verify.recorded_runs.present": "to be renamed",
+}
+# The usual name of what a search returns.
+_FINE_LOCALLY = {"found"}
 
 
 def banned_words(glossary: str) -> set[str]:
@@ -72,6 +95,29 @@ def check_words(modules: Iterable[Module], banned: set[str], kept: Container[str
     return problems
 
 
+def kept_local_names() -> set[str]:
+    """Return the names in modules that have a banned word and cannot change."""
+    return set(_KEPT_LOCALLY)
+
+
+def check_local_words(
+    modules: Iterable[Module], banned: set[str], kept: Container[str] = _KEPT_LOCALLY
+) -> list[str]:
+    """Return all names that modules define with a banned word: variables, attributes and private ones too."""
+    problems = []
+    for module in modules:
+        places: dict[str, int] = {}  # the first line of each name
+        for name, line in _defined_names(module.tree):
+            places[name] = min(line, places.get(name, line))
+        for name, line in sorted(places.items(), key=lambda item: item[1]):
+            words = sorted(_words(name) & (banned - _FINE_LOCALLY))
+            if f"{module.name}.{name}" not in kept:
+                problems += [
+                    f"{module.at(line)}: {name} has the word {word!r}; see docs/glossary.md" for word in words
+                ]
+    return problems
+
+
 def _rows(glossary: str, heading: str) -> list[list[str]]:
     """The rows of the table under a heading, without its first two lines."""
     section = glossary.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -99,6 +145,23 @@ def _is_importable(name: str) -> bool:
 def _words(name: str) -> set[str]:
     """The words of a name: `GradientSync` and `parameter_owner` have the same two."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def _defined_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The names that a module defines at any depth, with their lines; not those that it only uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname, node.lineno) for alias in node.names if alias.asname)
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+            yield node.name, node.lineno
 
 
 def _public_names(module_name: str, loaded: ModuleType) -> Iterator[str]:

@@ -10,7 +10,14 @@ import pytest
 
 from repo_checks.names import public_modules
 from repo_checks.tree import Module, packages
-from repo_checks.words import banned_words, check_terms, check_words, kept_names
+from repo_checks.words import (
+    banned_words,
+    check_local_words,
+    check_terms,
+    check_words,
+    kept_local_names,
+    kept_names,
+)
 
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
@@ -27,6 +34,20 @@ PLANTED = '''
         """A function."""
     def _meet(): ...
 '''
+
+PLANTED_LOCALLY = """
+    import os.path as beside
+    from pathlib import Path
+    class _Twin:
+        def _fill(self, _given, *told, **said):
+            self.held, found = Path().parts, self.own
+            for anew in found:
+                crew = {kin for kin in anew}
+            try:
+                send(part=crew, whole=beside)
+            except OSError as meet:
+                return lambda loose: meet
+"""
 
 
 def _glossary(*rows: str) -> str:
@@ -61,6 +82,41 @@ def test_public_names_with_banned_words_are_found(planted):
         f"{path}: {name}.ShardOwn.fill_rows.given has the word 'given'",
         f"{path}: {name}.send.told has the word 'told'",
     ]
+
+
+def test_all_names_that_a_module_defines_are_checked(tmp_path):
+    """Not the names that it only uses: `Path.parts`, and keywords of functions of others."""
+    path = tmp_path / "planted.py"
+    path.write_text(dedent(PLANTED_LOCALLY))
+    problems = check_local_words([Module("planted", path)], banned_words(GLOSSARY))
+    assert [problem.partition(" has")[0] for problem in problems] == [
+        f"{path}:{line}: {name}"
+        for line, name in [
+            (2, "beside"),
+            (4, "_Twin"),
+            (5, "_fill"),
+            (5, "_given"),
+            (5, "told"),
+            (5, "said"),
+            (6, "held"),
+            (7, "anew"),
+            (8, "crew"),
+            (8, "kin"),
+            (11, "meet"),
+            (12, "loose"),
+        ]
+    ]
+
+
+def test_each_kept_local_name_exists_and_has_a_banned_word():
+    """A kept name that was renamed or removed must leave the list."""
+    banned = banned_words(GLOSSARY)
+    names = set()
+    for package in packages(ROOT).values():
+        for module in package.modules:
+            found = check_local_words([module], banned, kept=())
+            names |= {f"{module.name}.{text.split()[1]}" for text in found}
+    assert names == kept_local_names()
 
 
 def test_each_kept_name_exists_and_has_a_banned_word():
