@@ -32,7 +32,7 @@ def test_a_file_that_names_code_is_refused_and_nothing_is_run(tmp_path, monkeypa
         load_checkpoint=lambda folder, tag: reader.load("file.pt"),
     )
 
-    with pytest.raises(CheckpointError, match="holds more than tensors"):
+    with pytest.raises(CheckpointError, match="has more than tensors"):
         checkpoint.load(engine, tmp_path, {})
 
     assert not (tmp_path / "trapped").exists()
@@ -73,10 +73,10 @@ FILES = {
         (2, 1, 2, None),
         (2, 2, 2, None),
         (3, 3, 2, None),
-        (2, 2, 4, "is of 2 processes, and there are 4"),
-        (3, 3, 1, "is of 2 processes, and there are 1"),
-        (2, 3, 2, "is of ZeRO stage 1 or 2, and zero_stage=3 here"),
-        (3, 0, 2, "is of ZeRO stage 3, and zero_stage=0 here"),
+        (2, 2, 4, "is of 2 processes, but there are 4"),
+        (3, 3, 1, "is of 2 processes, but there are 1"),
+        (2, 3, 2, "is of ZeRO stage 1 or 2, but zero_stage=3 here"),
+        (3, 0, 2, "is of ZeRO stage 3, but zero_stage=0 here"),
         (None, 2, 2, "was not written under DeepSpeed"),
     ],
 )

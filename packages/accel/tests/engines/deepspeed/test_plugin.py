@@ -204,7 +204,7 @@ def test_the_whole_configuration_is_processed_and_every_difference_listed():
 
     assert str(error.value).splitlines()[1:-1] == [
         "- a.c=2, and here it is 3",
-        "- d is 'auto', and nothing that is prepared says what it is",
+        "- d is 'auto', and no prepared object has a value for it",
         "- e=1, and here it is 2",
     ]
     plugin.deepspeed_config_process(must_match=False, **{"a.c": 3, "d": 4, "e": 2})

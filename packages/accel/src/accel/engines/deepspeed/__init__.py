@@ -1,1 +1,1 @@
-"""DeepSpeed: its engine and settings, and what stands between it and a training loop."""
+"""DeepSpeed: its engine and settings, and the wrappers that a training loop uses."""

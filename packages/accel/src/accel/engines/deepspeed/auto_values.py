@@ -28,7 +28,7 @@ class PrepareInfo:
     Attributes:
         model: The model.
         optimizer: Its optimizer, a DummyOptim, or None for a model that is only evaluated.
-        scheduler: The scheduler that is prepared with it, if any.
+        scheduler: The scheduler prepared with it, if any.
         batch_sizes: Samples per process and micro-batch, of the loaders prepared in the same call.
         previous_batch_size: The same for loaders that were prepared before; None without any.
         num_steps: Micro-batches of an accumulation window.
@@ -64,14 +64,14 @@ def complete(plugin: DeepSpeedPlugin, info: PrepareInfo) -> dict[str, Any]:
         evaluated, without optimizer and scheduler.
 
     Raises:
-        ValueError: If the configuration does not fit the objects; it lists every difference.
+        ValueError: If the configuration does not fit the objects; the message lists every difference.
     """
     # Each prepare fills "auto" in again: after free_memory() the next loader may have other batches.
     plugin.forget_filled()
     # After forget_filled, which resets a filled-in precision to "auto".
     plugin.set_mixed_precision(info.mixed_precision)
     if _ALL not in plugin.deepspeed_config:
-        plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed needs one of them
+        plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed requires one of them
     problems = _find_conflicts(plugin, info)
     filled, compared = _values(plugin, info)
     started, size = compared[_ALL], info.sequence_parallel_size
@@ -87,7 +87,7 @@ def complete(plugin: DeepSpeedPlugin, info: PrepareInfo) -> dict[str, Any]:
     plugin.deepspeed_config_process("", problems, config, **compared)
     if problems:
         raise ValueError(
-            f"DeepSpeed's configuration does not fit what is prepared ({type(info.model).__name__}):\n"
+            f"DeepSpeed's configuration does not fit the prepared objects ({type(info.model).__name__}):\n"
             + "\n".join(problems)
             + "\nMake them the same, or set them to 'auto' in the configuration."
         )
@@ -151,7 +151,7 @@ def _batch_size(plugin: DeepSpeedPlugin, info: PrepareInfo) -> int:
     if not info.batch_sizes:
         return info.previous_batch_size or 1
     configured = plugin.get_value(_BATCH)
-    # Of loaders with different batch sizes, the one in the configuration.
+    # If loaders have different batch sizes, the one in the configuration.
     if configured in info.batch_sizes:
         return int(configured)
     return (min if plugin.is_train_batch_min else max)(info.batch_sizes)
@@ -161,7 +161,7 @@ def _hidden_size_values(model: torch.nn.Module) -> dict[str, int]:
     """Buffer sizes from the model's hidden size, if it has a transformers configuration."""
     config = getattr(model, "config", None)
     hidden: list[int] = []
-    # Models of images and text have the sizes of the language model in an inner configuration.
+    # Multimodal models have the sizes of the language model in a nested configuration.
     for section in (config, getattr(config, "text_config", None)):
         hidden += [size for size in [getattr(section, "hidden_size", None)] if isinstance(size, int)]
         hidden += [max(sizes) for sizes in [getattr(section, "hidden_sizes", None)] if sizes]
@@ -190,7 +190,7 @@ def _scheduler_values(info: PrepareInfo) -> dict[str, Any]:
     rates = [group["lr"] for group in getattr(info.optimizer, "param_groups", ()) if "lr" in group]
     named = {
         "warmup_min_lr": 0,
-        # DeepSpeed takes one rate, or one for each group.
+        # DeepSpeed takes one rate, or one per group.
         **({"warmup_max_lr": rates if len(set(rates)) > 1 else rates[0]} if rates else {}),
         # DeepSpeed steps its scheduler once per step.
         "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / info.scheduler_steps_per_step)),

@@ -55,20 +55,20 @@ def check(engine: Any, names: Collection[str]) -> None:
             "optimizer states. Load its weights with load_checkpoint_in_model before prepare()."
         )
     stage, size = engine.zero_optimization_stage(), engine.seq_dp_world_size
-    # The stage is recognized only by DeepSpeed's file names (0.19): its files are pickles, which are read
+    # The stage can be recognized only by DeepSpeed's file names (0.19): its files are pickles, which are read
     # after this check.
     saved = sum(bool(re.fullmatch(r".*zero_pp_rank_\d+_.*optim_states\.pt", name)) for name in files)
     had_shards = any(re.fullmatch(r"zero_pp_rank_\d+_.*model_states\.pt", name) for name in files)
     kind = "3" if had_shards else "1 or 2" if saved else "0"
     if kind != ("3" if stage == 3 else "1 or 2" if stage else "0"):
         raise CheckpointError(
-            f"The checkpoint is of ZeRO stage {kind}, and zero_stage={stage} here: DeepSpeed saves different "
+            f"The checkpoint is of ZeRO stage {kind}, but zero_stage={stage} here: DeepSpeed saves different "
             "shards at each. Set the stage it was saved with, or extract the weights with its "
             "zero_to_fp32.py."
         )
     if saved and saved != size:
         raise CheckpointError(
-            f"The checkpoint is of {saved} processes, and there are {size}: DeepSpeed does not reshard "
+            f"The checkpoint is of {saved} processes, but there are {size}: DeepSpeed does not reshard "
             "ZeRO's optimizer states. Start as many processes, or extract the weights with its "
             "zero_to_fp32.py."
         )
@@ -92,8 +92,8 @@ def load(engine: Any, folder: Path, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _no_code_runs(reader: Any) -> Iterator[None]:
-    """Make DeepSpeed read its files without running code from them, which its own reader does."""
-    # On the object, over the class's method; DeepSpeed (0.19) has no option for it.
+    """Make DeepSpeed read its files without running code from them, unlike its own reader."""
+    # Set on the instance, which hides the class's method; DeepSpeed (0.19) has no option for it.
     reader.load = functools.partial(_read, _allowed())
     try:
         yield
@@ -106,11 +106,11 @@ def _read(allowed: list[Any], path: str, map_location: Any = None) -> Any:
         with torch.serialization.safe_globals(allowed):
             return torch_load(path, map_location, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than tensors and plain values, or is damaged.") from error
+        raise CheckpointError(f"{path} has more than tensors and plain values, or is damaged.") from error
 
 
 def _allowed() -> list[Any]:
-    """The classes of DeepSpeed in its files; they only hold values."""
+    """The classes of DeepSpeed in its files; they are plain values."""
     scalers = import_deepspeed("runtime.fp16.loss_scaler")
     stages, fragments = import_deepspeed("runtime.zero.config"), import_deepspeed("utils.tensor_fragment")
     return [
@@ -129,7 +129,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def gather_full_state(engine: Any) -> dict[str, Any]:
-    """The full weights on the main process; the others participate and get an empty dict.
+    """The full weights on the main process; the other ranks participate and get an empty dict.
 
     Args:
         engine: An engine of stage 3.
@@ -139,13 +139,13 @@ def gather_full_state(engine: Any) -> dict[str, Any]:
     """
     if not engine.zero_gather_16bit_weights_on_model_save():
         raise ValueError(
-            "ZeRO-3 shards the weights, and gathering them is switched off. Set "
+            "ZeRO-3 shards the weights, and gathering them is disabled. Set "
             "DeepSpeedPlugin(zero3_save_16bit_model=True) (accel launch --zero3_save_16bit_model true; "
             "stage3_gather_16bit_weights_on_model_save in DeepSpeed's configuration), or extract them from a "
             "checkpoint with the zero_to_fp32.py that save_state puts there."
         )
     compile_children_in_place(engine.module)
-    # Private; its documented save_16bit_model writes this to a file. None on all but the first process.
+    # Private; the documented save_16bit_model writes this to a file. None on all ranks but the first.
     return engine._zero3_consolidated_16bit_state_dict() or {}
 
 
@@ -171,11 +171,11 @@ class ShardedModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Load full weights, of which each process keeps its shard; they are gathered one at a time.
+        """Load full weights, one at a time; each process keeps its shard.
 
         Args:
             state: Full tensors by name; every process has them.
-            strict: Whether names that are missing or unknown are an error.
+            strict: Whether missing or unknown names are an error.
 
         Raises:
             ValueError: If `strict` and there are such names.

@@ -20,13 +20,13 @@ AUTO = "auto"
 
 
 class HfDeepSpeedConfig:
-    """DeepSpeed's configuration, asked by dotted names such as "zero_optimization.stage".
+    """DeepSpeed's configuration, read by dotted names such as "zero_optimization.stage".
 
     Args:
         config_file_or_dict: Path of a JSON file, or the settings themselves (which are copied).
 
     Raises:
-        ValueError: If it is neither, or the file holds no JSON object.
+        ValueError: If it is neither, or the file has no JSON object.
         FileNotFoundError: If there is no such file.
     """
 
@@ -38,15 +38,15 @@ class HfDeepSpeedConfig:
         return find(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """A setting, or `default` where it is not given."""
+        """A setting, or `default` if it is missing."""
         section, name = self.find_config_node(ds_key_long)
         return default if section is None else section.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Take a setting or a section out.
+        """Remove a setting or a section.
 
         Raises:
-            ValueError: If `must_exist` and it is not there.
+            ValueError: If `must_exist` and it is missing.
         """
         section, name = self.find_config_node(ds_key_long)
         if section is not None and name in section:
@@ -55,11 +55,11 @@ class HfDeepSpeedConfig:
             raise ValueError(f"The DeepSpeed configuration has no {ds_key_long}: {self.config}.")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a setting is given, and true."""
+        """Whether a setting exists and is true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a setting is given, and false."""
+        """Whether a setting exists and is false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
@@ -72,13 +72,13 @@ class HfDeepSpeedConfig:
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
-        """Whether parameters or optimizer states rest on the CPU or on NVMe."""
+        """Whether parameters or optimizer states are offloaded to the CPU or to NVMe."""
         kinds = ("offload_optimizer", "offload_param")
         return any(self.get_value(f"zero_optimization.{kind}.device") in ("cpu", "nvme") for kind in kinds)
 
 
 def find(config: dict[str, Any], name: str) -> tuple[dict[str, Any] | None, str]:
-    """The section of a configuration that a dotted name leads to, and the last part of the name."""
+    """The section of a configuration for a dotted name, and the last part of the name."""
     *sections, last = name.split(".")
     node: Any = config
     for section in sections:
@@ -89,7 +89,7 @@ def find(config: dict[str, Any], name: str) -> tuple[dict[str, Any] | None, str]
 
 
 def put(config: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted name, and make the sections that lead to it."""
+    """Set a dotted name, and create the sections above it."""
     *sections, last = name.split(".")
     for section in sections:
         config = config.setdefault(section, {})
@@ -107,7 +107,7 @@ def autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _read(config_or_path: Any) -> dict[str, Any]:
     if isinstance(config_or_path, dict):
-        # A copy, as settings that are "auto" are filled in in place.
+        # A copy, as "auto" settings are filled in in place.
         return copy.deepcopy(config_or_path)
     if not isinstance(config_or_path, str | os.PathLike):
         raise ValueError(
@@ -124,30 +124,30 @@ def _read(config_or_path: Any) -> dict[str, Any]:
             f"{path} is not valid JSON ({error}), as a DeepSpeed configuration has to be."
         ) from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is an object.")
+        raise ValueError(f"{path} has a {type(config).__name__}; a DeepSpeed configuration is an object.")
     return config
 
 
 def show_to_transformers(config: dict[str, Any] | None) -> HfDeepSpeedConfig | None:
-    """Let transformers find a configuration, or none.
+    """Register a configuration with transformers, or unregister it.
 
-    It keeps a weak reference alone. What is still "auto" is left out (batch sizes are 1 there): building a
-    model depends on the sharding's settings, and on no others.
+    It keeps only a weak reference. Settings that are still "auto" are left out (batch sizes are 1 there):
+    building a model depends only on the settings of sharding.
 
     Args:
-        config: The configuration; None to have it forget the one it knows.
+        config: The configuration; None to unregister the current one.
 
     Returns:
-        What transformers refers to: whoever keeps it keeps the configuration known. None without a
-        configuration or without transformers.
+        The object that transformers references weakly: keep it alive to keep the configuration registered.
+        None without a configuration or without transformers.
     """
     if config is None:
-        if _TRANSFORMERS in sys.modules:  # else it knows none
+        if _TRANSFORMERS in sys.modules:  # else none is registered
             sys.modules[_TRANSFORMERS].unset_hf_deepspeed_config()
         return None
     if not is_transformers_available():
         return None
-    # A copy: a later `prepare` fills the real one in, while models are built before it.
+    # A copy: models are built before `prepare` fills in the real one.
     shown = HfDeepSpeedConfig(_without_autos(config))
     import_module(_TRANSFORMERS).set_hf_deepspeed_config(shown)
     return shown
@@ -157,7 +157,7 @@ def _without_autos(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     for name in list(autos(config)):
         section, last = find(config, name)
-        assert section is not None, "autos found the setting there"
+        assert section is not None, "autos found the setting in it"
         del section[last]
     # transformers computes other batch sizes from this one, and fails without any.
     if not isinstance(config.get("train_batch_size"), int):

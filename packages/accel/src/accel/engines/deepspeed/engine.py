@@ -42,7 +42,7 @@ class DeepSpeedStates(States):
     can_save_mid_window = False
 
     def is_shard(self, tensor: torch.Tensor) -> bool:
-        """Whether it is sharded by ZeRO stage 3, and empty outside of its layer."""
+        """Whether ZeRO stage 3 shards it, so that it is empty outside of its layer."""
         return hasattr(tensor, "ds_tensor")
 
     def has_native_checkpoint(self, item: Any) -> bool:
@@ -51,7 +51,7 @@ class DeepSpeedStates(States):
         return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
 
     def save_native(self, folder: Path, **options: Any) -> None:
-        """Write DeepSpeed's checkpoint; the options are those of its `save_checkpoint`."""
+        """Write DeepSpeed's checkpoint, with options of its `save_checkpoint`."""
         if self.engine._driver is None:
             super().save_native(folder, **options)
         else:
@@ -67,12 +67,12 @@ class DeepSpeedStates(States):
             checkpoint.check(self.engine._driver.engine, names)
 
     def load_native(self, folder: Path, **options: Any) -> None:
-        """Load DeepSpeed's checkpoint; the options are those of its `load_checkpoint`."""
+        """Load DeepSpeed's checkpoint, with options of its `load_checkpoint`."""
         if self.engine._driver is not None:
             checkpoint.load(self.engine._driver.engine, folder, options)
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state; under stage 3 on the main process, the others get an empty dict."""
+        """The full state; at stage 3 only on the main process, the other ranks get an empty dict."""
         if checkpoint.is_sharded(model):
             return checkpoint.gather_full_state(model)
         return super().state_dict(model, unwrap)
@@ -97,8 +97,8 @@ class DeepSpeedLoaders(Loaders):
 class DeepSpeedGradients(Gradients):
     """Gradients in DeepSpeed's buffers, from stage 1 on.
 
-    `reduces_in_backward` is False although stages 2 and 3 do: `backward` knows from the window whether a step
-    follows, and `no_sync` is not needed for it.
+    `reduces_in_backward` is False although stages 2 and 3 do: the window tells `backward` whether a step
+    follows, without `no_sync`.
     """
 
     engine: DeepSpeedEngine
@@ -135,7 +135,7 @@ class DeepSpeedGradients(Gradients):
     ) -> torch.Tensor | None:
         """Make the next step clip by the norm; returns the norm before clipping.
 
-        The smaller one of this norm and `gradient_clipping` of the configuration is used.
+        The smaller of this norm and `gradient_clipping` of the configuration is used.
 
         Raises:
             ValueError: If gradients are sharded, and the norm is not the 2-norm of all of them.
@@ -193,7 +193,7 @@ class DeepSpeedEngine(Engine):
         has_fp16 = import_deepspeed("accelerator").get_accelerator().is_fp16_supported()
         check_precision(context, plugin.zero_stage, has_fp16)
         plugin.selected = True  # a single plugin is active too
-        # Only one: backward is a method of DeepSpeed's engine, and the Accelerator's only takes a loss.
+        # Only one: backward is a method of DeepSpeed's engine, and accelerator.backward only takes a loss.
         self._driver: DeepSpeedEngineWrapper | None = None
         self._schedules: list[tuple[Any, Any]] = []
         self._groups: Any = None
@@ -229,7 +229,7 @@ class DeepSpeedEngine(Engine):
         if pair is not None and stage:
             check_sparse(pair[0], self.name)
         if pair is not None:
-            # Only for its errors: what it fills in here is filled in again when the engine starts.
+            # Only for its errors: the values are filled in again when the engine starts.
             complete(self.plugin, self._prepare_info(request, *pair))
 
     def _find_pair(self, request: PrepareRequest) -> tuple[torch.nn.Module, Any] | None:
@@ -249,7 +249,7 @@ class DeepSpeedEngine(Engine):
         (optimizer,) = request.optimizers
         if getattr(optimizer, "state", None):
             raise ValueError(
-                f"{type(optimizer).__name__} has a state already, which DeepSpeed would drop: it steps "
+                f"{type(optimizer).__name__} has state already, which DeepSpeed would drop: it steps "
                 "its own parameters. Prepare it before its first step; load_state restores what "
                 "save_state wrote."
             )
@@ -258,7 +258,7 @@ class DeepSpeedEngine(Engine):
         if len(owners) != 1:
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {len(owners)} of the models that are prepared "
-                "with it: DeepSpeed makes one engine of one model and its optimizer. Prepare both in one "
+                "with it: DeepSpeed creates one engine for one model and its optimizer. Prepare both in one "
                 "call of prepare(), the model not before; several models can be submodules of one module."
             )
         in_model = {id(item) for item in owners[0].parameters()}
@@ -312,7 +312,7 @@ class DeepSpeedEngine(Engine):
         if isinstance(info.scheduler, DummyScheduler) and info.scheduler.lr_scheduler_callable is not None:
             # DeepSpeed calls it with the optimizer that it has created.
             options["lr_scheduler"] = info.scheduler.lr_scheduler_callable
-        trained = list(parameters_of([optimizer]))  # before DeepSpeed replaces them by its copies
+        trained = list(parameters_of([optimizer]))  # before DeepSpeed replaces them with its copies
         engine = self._start(model, config, **options)
         gradients.undo_trial_step(engine)
         gradients.reduce_matching(engine, self.context.process, self.name)
@@ -335,7 +335,7 @@ class DeepSpeedEngine(Engine):
         """Create a DeepSpeed engine for a model."""
         self.plugin.set_moe_leaf_modules(model)
         if not self.plugin.hf_ds_config.is_true("torch_autocast.enabled"):
-            # Parameters are in lower precision, but operations like norms still compute in fp32.
+            # Parameters are in lower precision, but operations such as norms still compute in fp32.
             wrap_forward(model, self.context.precision, self.context.process.device.type)
         with started(self.context.process) as deepspeed:
             if self._sequence_parallel_size > 1 and options:
@@ -343,7 +343,7 @@ class DeepSpeedEngine(Engine):
                 options["mpu"] = self._groups = ulysses.register(
                     model, self.context.parallelism, config["train_micro_batch_size_per_gpu"]
                 )
-            # It also returns a loader and a scheduler; here the Accelerator prepares these.
+            # It also returns a loader and a scheduler; the Accelerator prepares these itself.
             engine, *_ = deepspeed.initialize(model=model, config=config, **options)
         for buffer in model.buffers():  # DeepSpeed broadcasts only parameters
             dist.broadcast(buffer, 0)
@@ -358,7 +358,7 @@ class DeepSpeedEngine(Engine):
         if dynamo.use_regional_compilation:
             compile_regions_deepspeed(engine.module, **options)
             return
-        # In place, by DeepSpeed's method: torch.compile would return another object than the engine.
+        # In place, by DeepSpeed's method: torch.compile would return an object that is not the engine.
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _prepare_evaluated(
@@ -373,9 +373,9 @@ class DeepSpeedEngine(Engine):
         return engine
 
     def release(self) -> None:
-        """Remove the engine's hooks from the model, and drop it; "auto" settings are "auto" again."""
+        """Remove the engine's hooks from the model, drop it, and reset filled-in settings to "auto"."""
         if self._driver is not None:
-            # Otherwise hooks on the model's modules keep the engine alive, with all optimizer states.
+            # Otherwise hooks on the model's modules keep the engine and all optimizer states alive.
             self._driver.engine.destroy()
         self._driver, self._groups = None, None
         self._schedules.clear()
@@ -414,7 +414,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _schedules(scheduler: Any, optimizer: Any) -> bool:
-    """Whether a schedule (or a stand-in, or a prepared one) is that of an optimizer."""
+    """Whether a scheduler (or a placeholder, or a prepared one) schedules an optimizer."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     # torch's schedulers have it; a prepared optimizer is a wrapper, with the real one inside.
     scheduled = getattr(scheduler, "optimizer", None)

@@ -36,10 +36,10 @@ def average_over_all_ranks(engine: Any) -> None:
     groups, and gradients are too large by the size of a group.
     """
     for reducer in (engine, engine.optimizer):
-        if hasattr(reducer, "sequence_parallel_size"):  # only used for that divisor
+        if hasattr(reducer, "sequence_parallel_size"):  # used only for that divisor
             reducer.sequence_parallel_size = 1
     if _accumulates_separately(engine):
-        engine.optimizer.mpu = None  # else it takes them for model-parallel groups, and computes no norm
+        engine.optimizer.mpu = None  # else it treats them as model-parallel groups, and computes no norm
 
 
 def norm(engine: Any) -> torch.Tensor:
@@ -92,14 +92,14 @@ def set_clipping(engine: Any, max_norm: float) -> None:
 def begin_pass(engine: Any) -> None:
     """Make stage 3 add the gradients of a backward pass to those of the previous one.
 
-    DeepSpeed (0.19) does so in forward, and otherwise takes two consecutive passes for one.
+    DeepSpeed (0.19) does so in forward, and otherwise counts two consecutive passes as one.
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.clear_backward_seen_flag()
 
 
 def reduce(engine: Any) -> None:
-    """Reduce the gradients that backward passes inside a window have accumulated."""
+    """Reduce the gradients accumulated by the backward passes of a window."""
     engine.set_gradient_accumulation_boundary(True)
     if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them, pass by pass
         engine.optimizer.finalize_gradient_accumulation_boundary()
@@ -132,7 +132,7 @@ def scaled(engine: Any, factor: float | torch.Tensor | None) -> Iterator[None]:
         return
     optimizer = engine.optimizer
     before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
-    # DeepSpeed divides by the scale, so the reciprocal multiplies. A window without any weight has the factor
+    # DeepSpeed divides by the scale, so the reciprocal multiplies. A window without weights has the factor
     # 0, and the gradient 0.
     optimizer.override_loss_scale(loss_scale(engine) * torch.as_tensor(factor).reciprocal())
     try:
@@ -167,9 +167,9 @@ def undo_trial_step(engine: Any) -> None:
 
 
 def reduce_matching(engine: Any, process: ProcessInfo, name: str) -> None:
-    """Make sure that gradients of the same parameter are reduced, if processes use different parameters.
+    """Make sure that gradients of the same parameter are reduced if processes use different parameters.
 
-    DeepSpeed collects the gradients of a process in buckets, and sums the buckets.
+    DeepSpeed collects each process's gradients in buckets, and sums the buckets.
 
     Args:
         engine: The engine.
@@ -205,7 +205,7 @@ def _reduce_all(reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> None:
             parameter.grad = torch.zeros_like(parameter)
             if optimizer.use_grad_accum_attribute:
                 optimizer._fill_param_grad_accum_attribute(parameter)
-    # The class's method, as the instance's is this function; weakly bound: the engine can be freed.
+    # The class's method: the instance's is this function. Bound weakly, so that the engine can be freed.
     type(optimizer).reduce_gradients(optimizer, *args, **kwargs)
 
 
@@ -219,7 +219,7 @@ def _reduce_checked(
     """Reduce the buckets, after a check that all processes have the same parameters in them.
 
     Raises:
-        RuntimeError: On all processes, if they do not.
+        RuntimeError: On all processes, if they differ.
     """
     optimizer: Any = reference()
     places = [item[:2] for bucket in optimizer.ipg_buckets.values() for item in bucket.params]
@@ -242,5 +242,5 @@ def _reduce_checked(
 
 
 def _accumulates_separately(engine: Any) -> bool:
-    """Whether gradients are in a buffer of another precision than parameters (stage 1, bf16 and fp32)."""
+    """Whether gradients are in a buffer with a different dtype than parameters (stage 1, bf16 and fp32)."""
     return hasattr(engine.optimizer, "fp32_groups_gradients_flat")

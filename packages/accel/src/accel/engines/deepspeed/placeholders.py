@@ -1,4 +1,4 @@
-"""Stand-ins for an optimizer and a schedule that DeepSpeed makes by itself, as its configuration says."""
+"""Placeholders for an optimizer and a scheduler that DeepSpeed creates from its configuration."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class DummyOptim(PlaceholderOptimizer):
 
     Args:
         params: Parameters, or parameter groups, to optimize.
-        lr: What an "auto" learning rate becomes.
-        weight_decay: What an "auto" weight decay becomes.
-        **kwargs: What other "auto" settings under `optimizer.params` become, by name.
+        lr: Value for an "auto" learning rate.
+        weight_decay: Value for an "auto" weight decay.
+        **kwargs: Values for other "auto" settings under `optimizer.params`, by name.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
     ) -> None:
         self.params = [
-            # As lists: parameters may come as generators, which can be read once.
+            # As lists: parameters may be generators, which can be read only once.
             {**item, "params": list(item["params"])} if isinstance(item, dict) else item
             for item in params
         ]
@@ -32,7 +32,7 @@ class DummyOptim(PlaceholderOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters as groups, as an optimizer has them."""
+        """The parameter groups, as in an optimizer."""
         defaults = {"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs}
         if self.params and isinstance(self.params[0], dict):
             return [{**defaults, **group} for group in self.params]
@@ -40,14 +40,14 @@ class DummyOptim(PlaceholderOptimizer):
 
 
 class DummyScheduler(PlaceholderScheduler):
-    """Stands for the schedule of DeepSpeed's configuration; `prepare` returns the real one.
+    """Stands for the scheduler of DeepSpeed's configuration; `prepare` returns the real one.
 
     Args:
         optimizer: The optimizer (a DummyOptim, or a real one) whose learning rate is scheduled.
-        total_num_steps: What an "auto" length becomes, in the steps of one process.
-        warmup_num_steps: What an "auto" warm-up becomes, in the steps of one process.
-        lr_scheduler_callable: Makes the schedule from the optimizer, where the configuration has none.
-        **kwargs: What other "auto" settings under `scheduler.params` become, by name.
+        total_num_steps: Value for an "auto" length, in the steps of one process.
+        warmup_num_steps: Value for an "auto" warm-up, in the steps of one process.
+        lr_scheduler_callable: Creates the scheduler from the optimizer if the configuration has none.
+        **kwargs: Values for other "auto" settings under `scheduler.params`, by name.
     """
 
     def __init__(

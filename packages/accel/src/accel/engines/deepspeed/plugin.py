@@ -1,4 +1,4 @@
-"""Settings of training under DeepSpeed: its configuration, from a file, a dict, arguments or variables."""
+"""DeepSpeed settings: its configuration, from a file, a dict, arguments or environment variables."""
 
 from __future__ import annotations
 
@@ -34,37 +34,38 @@ _DEVICES = ("none", "cpu", "nvme")
 class DeepSpeedPlugin:
     """Train under DeepSpeed.
 
-    What is left at None is read from its variable, which the launcher's flags set, and then from DeepSpeed's
-    configuration. What is given twice has to agree; an error lists everything that does not.
+    Arguments that are None are read from their environment variables, which the launcher's flags set, and
+    then from DeepSpeed's configuration. Settings in several places must agree; an error lists all that do
+    not.
 
     Args:
-        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or HfDeepSpeedConfig. Settings
-            that are "auto" are filled in from what is prepared. Without one
+        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or HfDeepSpeedConfig. "auto"
+            settings are filled in from the prepared objects. Without one
             (ACCELERATE_DEEPSPEED_CONFIG_FILE), it is made from the other arguments.
-        gradient_accumulation_steps: Micro-batches per step; "auto" by default: those of the Accelerator.
+        gradient_accumulation_steps: Micro-batches per step; by default "auto", the Accelerator's.
         gradient_clipping: Largest gradient norm, clipped by DeepSpeed in each step. By default none:
             `clip_grad_norm_` clips too.
         zero_stage: What is sharded: 0 nothing, 1 optimizer states, 2 (the default) gradients too, 3
             parameters too.
         is_train_batch_min: Whether "auto" batch sizes are those of the loader with the smallest batches, of
             several that are prepared together (or with the largest).
-        offload_optimizer_device: Where optimizer states rest: "none", "cpu" or "nvme" (stage 3).
+        offload_optimizer_device: Where optimizer states are offloaded to: "none", "cpu" or "nvme" (stage 3).
         offload_param_device: The same for parameters (stage 3).
         offload_optimizer_nvme_path: The folder for "nvme".
         offload_param_nvme_path: The same for parameters.
-        zero3_init_flag: Stage 3: whether transformers shards a model while it builds it. By default whether a
-            configuration is given.
+        zero3_init_flag: Stage 3: whether transformers shards a model while it builds it. By default, if a
+            configuration is passed.
         zero3_save_16bit_model: Stage 3: whether `get_state_dict` gathers all weights.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, that stage 3
-            gathers as a whole.
+            gathers as one unit.
         enable_msamp: MS-AMP is not supported: True is an error.
         msamp_opt_level: MS-AMP's optimization level, which is ignored with a warning.
 
     Attributes:
-        deepspeed_config: The configuration, as a dict; what was "auto" is filled in by `prepare`.
+        deepspeed_config: The configuration as a dict; `prepare` fills in "auto" settings.
 
     Raises:
-        ValueError: If a value is not known, two of them contradict each other, or a path is missing.
+        ValueError: If a value is unknown, two of them contradict each other, or a path is missing.
     """
 
     hf_ds_config: Any = from_env("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -83,7 +84,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        # Without defaults: a setting that is neither passed nor launched is the configuration's.
+        # Without defaults: a setting that is neither passed nor set by the launcher is the configuration's.
         user_set = read_environment(self, defaults=False)
         if self.enable_msamp:
             raise ValueError(
@@ -94,18 +95,18 @@ class DeepSpeedPlugin:
         self._selected = False
         self.dschf: HfDeepSpeedConfig | None = None
         config = self.hf_ds_config
-        # An object of another class has the same methods: transformers has its own.
+        # Other classes with the same methods are accepted: transformers has its own.
         self.hf_ds_config = config if hasattr(config, "get_value") else HfDeepSpeedConfig(config or {})
         self._merge(config is not None, user_set)
         self._read_back()
         self._set_init(config is not None)
-        if "transformer_moe_cls_names" not in user_set:  # a list, where the environment has it
+        if "transformer_moe_cls_names" not in user_set:  # a list in the environment
             self.transformer_moe_cls_names = ",".join(self.transformer_moe_cls_names or ()) or None
         warn_of_unused(self)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration; what was "auto" is filled in by `prepare`."""
+        """The configuration; `prepare` fills in "auto" settings."""
         config: dict[str, Any] = self.hf_ds_config.config
         return config
 
@@ -114,7 +115,7 @@ class DeepSpeedPlugin:
         self.hf_ds_config.config = config
 
     def _merge(self, has_config: bool, user_set: set[str]) -> None:
-        """Put the fields, some set by the user and some launched, into the configuration, or compare them."""
+        """Put the fields, set by the user or by the launcher, into the configuration, or compare them."""
         from_file = {*env.get("ACCELERATE_CONFIG_DS_FIELDS")} - user_set
         if not has_config:
             stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") if self.zero_stage is None else self.zero_stage
@@ -140,17 +141,17 @@ class DeepSpeedPlugin:
                 self.deepspeed_config.setdefault(key, AUTO)
 
     def _read_back(self) -> None:
-        """Let the fields say what the configuration says."""
+        """Set the fields from the configuration."""
         get = self.hf_ds_config.get_value
         for name, key in _KEYS.items():
-            # "auto" is no value yet: `prepare` fills it in.
+            # Not "auto", which `prepare` fills in.
             value = get(key)
             setattr(self, name, None if value == AUTO else value)
-        # A configuration without the section is DeepSpeed's stage 0, whatever the environment's default is.
+        # A configuration without the section means stage 0, whatever the environment's default is.
         self.zero_stage = get(_KEYS["zero_stage"], 0)
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={self.zero_stage!r}; DeepSpeed has the stages 0, 1, 2 and 3.")
-        # The stages from which on processes have parts of each.
+        # The stages from which each is sharded.
         for what, least in (("optimizer", 1), ("param", 3)):
             self._check_offload(what, least)
         self.zero3_save_16bit_model = bool(self.zero3_save_16bit_model)
@@ -160,7 +161,7 @@ class DeepSpeedPlugin:
         setattr(self, f"offload_{what}_device", device)
         if device not in _DEVICES:
             raise ValueError(f"offload_{what}_device={device!r}; it takes {', '.join(map(repr, _DEVICES))}.")
-        # DeepSpeed offloads to NVMe at stage 3 alone.
+        # DeepSpeed offloads to NVMe only at stage 3.
         needed = 3 if device == "nvme" else least
         if device != "none" and (self.zero_stage or 0) < needed:
             raise ValueError(
@@ -168,7 +169,7 @@ class DeepSpeedPlugin:
                 f"{'' if needed == 3 else ' or more'}, and it is {self.zero_stage}."
             )
         if device == "nvme" and getattr(self, f"offload_{what}_nvme_path") is None:
-            raise ValueError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path, a folder there.")
+            raise ValueError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path, a folder on it.")
 
     def _set_init(self, has_config: bool) -> None:
         wanted = self.zero3_init_flag
@@ -180,10 +181,10 @@ class DeepSpeedPlugin:
         default = has_config if wanted is None else bool(wanted)
         self.zero3_init_flag = default and self.zero_stage == 3
 
-    # What it decides for the plan of training
+    # What it decides in the train plan
 
     def configured_precision(self) -> str | None:
-        """The precision that the configuration switches on, if it does."""
+        """The precision that the configuration enables, if any."""
         return next((kind for kind in ("bf16", "fp16") if self.get_value(f"{kind}.enabled") is True), None)
 
     def configured_steps(self) -> int | None:
@@ -191,10 +192,10 @@ class DeepSpeedPlugin:
         steps: Any = self.gradient_accumulation_steps
         return steps if isinstance(steps, int) else None
 
-    # Asking and filling
+    # Reading and filling in
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """A setting of the configuration by its dotted name, or `default` where it is not given."""
+        """A setting of the configuration by its dotted name, or `default` if it is missing."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
@@ -204,11 +205,11 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """StepRows a setting in if it is "auto"; else compare it.
+        """Fill in a setting if it is "auto"; else compare it.
 
         Args:
             ds_key_long: Its dotted name.
-            mismatches: Where a difference is noted.
+            mismatches: A list to which a difference is added.
             must_match: Whether to compare.
             **kwargs: Values by dotted names.
 
@@ -221,8 +222,8 @@ class DeepSpeedPlugin:
         if section[name] == AUTO:
             if ds_key_long not in kwargs:
                 raise ValueError(
-                    f"{ds_key_long} is 'auto' in DeepSpeed's configuration, and nothing that is prepared "
-                    "says what it is. Set it to a value."
+                    f"{ds_key_long} is 'auto' in DeepSpeed's configuration, and no prepared object has "
+                    "a value for it. Set it to a value."
                 )
             section[name] = self._filled[ds_key_long] = kwargs[ds_key_long]
             return
@@ -238,49 +239,49 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """StepRows in what is "auto" in the configuration, and compare the rest.
+        """Fill in the "auto" settings of the configuration, and compare the rest.
 
         Args:
             prefix: Dotted name of the section to go through, with a dot at its end; "" for all.
-            mismatches: Where differences are noted; by default they are raised.
-            config: The section; by default all.
+            mismatches: A list to which differences are added; by default they are raised.
+            config: The section; by default the full configuration.
             must_match: Whether to compare.
             **kwargs: Values by dotted names.
 
         Raises:
-            ValueError: If settings differ, or are "auto" and have no value; it lists all of them.
+            ValueError: If settings differ, or are "auto" and have no value; the message lists all of them.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for name, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
                 self.deepspeed_config_process(f"{prefix}{name}.", found, value, must_match, **kwargs)
             elif value == AUTO and prefix + name not in kwargs:
-                found.append(f"- {prefix}{name} is 'auto', and nothing that is prepared says what it is")
+                found.append(f"- {prefix}{name} is 'auto', and no prepared object has a value for it")
             else:
                 self.fill_match(prefix + name, found, must_match, **kwargs)
         if mismatches is None:
             _raise(found)
 
     def forget_filled(self) -> None:
-        """Make what was filled in "auto" again, unless somebody has changed it since."""
+        """Reset filled-in settings to "auto", unless they have changed since."""
         for name, value in self._filled.items():
             section, last = find(self.deepspeed_config, name)
-            # Another value is the user's, who set it after `prepare`.
+            # Another value was set by the user after `prepare`.
             if section is not None and section.get(last) == value:
                 section[last] = AUTO
         self._filled.clear()
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Switch DeepSpeed's precision on, or see that the configuration says the same.
+        """Enable DeepSpeed's precision, or check that the configuration has the same.
 
-        Parameters are kept in it, and a copy of them in fp32 in the optimizer. A configuration with
+        Parameters are kept in it, and the optimizer has a copy of them in fp32. A configuration with
         `torch_autocast` keeps fp32 parameters and computes in lower precision.
 
         Args:
             mixed_precision: "bf16", "fp16" or "no".
 
         Raises:
-            ValueError: If the configuration asks for another one.
+            ValueError: If the configuration sets another one.
         """
         casts = self.hf_ds_config.is_true("torch_autocast.enabled")
         mismatches: list[str] = []
@@ -306,7 +307,7 @@ class DeepSpeedPlugin:
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """A context in which transformers shards models while it builds them, or does not.
+        """A context in which transformers shards models while it builds them, or not.
 
         Args:
             enable: Whether it does.
@@ -321,20 +322,20 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Let transformers find the configuration, which makes it shard models while it builds them.
+        """Register the configuration with transformers, which then shards models while it builds them.
 
-        It keeps a weak reference to `dschf`, so that the configuration lives as long as this plugin. With
-        `zero3_init_flag=False` it finds none.
+        It keeps a weak reference to `dschf`, so the configuration lives as long as this plugin. With
+        `zero3_init_flag=False` none is registered.
         """
-        # Kept here, as transformers refers to it weakly.
+        # Kept here, as transformers only has a weak reference.
         self.dschf = show_to_transformers(self.deepspeed_config) if self.zero3_init_flag else None
         if self.dschf is None:
             show_to_transformers(None)
 
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
-        """Have stage 3 gather each of the model's mixture-of-experts layers as a whole.
+        """Make stage 3 gather each of the model's mixture-of-experts layers as one unit.
 
-        Which experts a batch takes changes, and with it the order in which parameters are needed.
+        Batches use different experts, so the order in which parameters are needed changes.
 
         Args:
             model: The model.
@@ -355,17 +356,17 @@ class DeepSpeedPlugin:
         deepspeed = require("deepspeed", "deepspeed")
         deepspeed.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
 
-    # One of several
+    # Selection among several plugins
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this plugin the active one; `AcceleratorState.select_deepspeed_plugin` calls it.
 
         Raises:
-            RuntimeError: If anybody else does: the state would not know.
+            RuntimeError: If anything else does, as the state would not be updated.
         """
         if not _from_accelerator_state:
             raise RuntimeError(
-                "A DeepSpeedPlugin is selected by the name it has: call "
+                "A DeepSpeedPlugin is selected by its name: call "
                 "accelerator.state.select_deepspeed_plugin(name)."
             )
         self.selected = True
@@ -385,7 +386,7 @@ class DeepSpeedPlugin:
 def _raise(mismatches: list[str]) -> None:
     if mismatches:
         raise ValueError(
-            "DeepSpeed's configuration and what is given here differ:\n"
+            "DeepSpeed's configuration and the settings here differ:\n"
             + "\n".join(mismatches)
-            + "\nMake them say the same, or set them to 'auto' in the configuration."
+            + "\nMake them the same, or set them to 'auto' in the configuration."
         )

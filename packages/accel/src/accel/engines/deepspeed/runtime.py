@@ -1,4 +1,4 @@
-"""DeepSpeed itself: imported on first use and for one kind of device, and started with the process group."""
+"""Import DeepSpeed on first use, for one kind of device, and start it with the process group."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def load(device: torch.device) -> ModuleType:
         ImportError: If it is not installed; the message says how to install it.
         RuntimeError: If it was imported before, for another kind of device.
     """
-    # It chooses the device by itself, on import and for good; CPU processes may have others to choose from.
+    # It chooses the device on import, once and for all; a CPU process may also have GPUs.
     chosen = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
     with env.patch_environment(**chosen), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries that it imports
+        warnings.simplefilter("ignore")  # from the libraries that it imports
         deepspeed = require("deepspeed", "deepspeed")
         found = import_deepspeed("accelerator").get_accelerator().device_name()
     if found != device.type:
         raise RuntimeError(
-            f"DeepSpeed was imported before, and works on {found}; this process's device is {device}. Set "
+            f"DeepSpeed was imported before, and uses {found}; this process's device is {device}. Set "
             f"DS_ACCELERATOR={device.type}, or import DeepSpeed after the Accelerator was made."
         )
     if device.type == "cpu":
@@ -67,7 +67,7 @@ def import_deepspeed(name: str) -> Any:
 
 
 def _leave_shared_memory_out() -> None:
-    """Let CPU processes communicate by gloo alone.
+    """Make CPU processes communicate only through gloo.
 
     DeepSpeed would compile an extension (shared memory between them) at the start of the first run, which
     takes minutes, needs a compiler, and hangs every later run if it is interrupted. One that was installed
@@ -79,7 +79,7 @@ def _leave_shared_memory_out() -> None:
 
 @contextlib.contextmanager
 def started(process: ProcessInfo) -> Iterator[ModuleType]:
-    """DeepSpeed, with a process group, and with what it reads from the environment where no launcher set it.
+    """DeepSpeed, with a process group and the environment variables that its launcher would set.
 
     Args:
         process: This process.
@@ -89,7 +89,7 @@ def started(process: ProcessInfo) -> Iterator[ModuleType]:
     ensure_process_group(process)
     _follow_group()
     if not env.is_set("LOCAL_RANK"):
-        env.set("LOCAL_RANK", process.local_rank)  # it stays: ZeRO-3 reads it in the first steps too
+        env.set("LOCAL_RANK", process.local_rank)  # not restored: ZeRO-3 reads it in the first steps too
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):  # of torch functions that it uses
             warnings.simplefilter("ignore", kind)
@@ -97,37 +97,37 @@ def started(process: ProcessInfo) -> Iterator[ModuleType]:
 
 
 def _follow_group() -> None:
-    """Make DeepSpeed forget the groups of a process group that is gone."""
+    """Make DeepSpeed forget the groups of a destroyed process group."""
     global _group
     now = dist.group.WORLD
-    # A weak reference: the group has to be gone when end_training() ends it.
+    # A weak reference, so that end_training() can free the group.
     if _group is not None and _group() is not now:
         forget_groups()
     _group = weakref.ref(now)
-    # Before and not after: DeepSpeed's groups are torch's, which are destroyed with the default one.
+    # Before, not after: DeepSpeed's groups are torch's, which are destroyed with the default one.
     rendezvous.before_destroy(forget_groups)
 
 
 def forget_groups() -> None:
-    """Make DeepSpeed forget all groups; what it is asked next makes them again."""
+    """Make DeepSpeed forget all groups; it creates them again on demand."""
     groups, comm = (
         cast("Any", sys.modules.get(f"deepspeed.{name}")) for name in ("utils.groups", "comm.comm")
     )
     if groups is None or comm is None:
         return
-    # Its own way, deepspeed.comm.destroy_process_group, would destroy the process group as well.
+    # deepspeed.comm.destroy_process_group would destroy the default process group as well.
     groups._release_process_group_references()
     comm.cdb = None
 
 
 def deepspeed_required(func: _Function) -> _Function:
-    """Let a function be called only where DeepSpeed is the engine.
+    """Restrict a function to runs in which DeepSpeed is the engine.
 
     Args:
         func: The function.
 
     Returns:
-        The same function, which raises a ValueError anywhere else.
+        The same function, which raises a ValueError under another engine.
     """
 
     @functools.wraps(func)
@@ -147,11 +147,11 @@ def deepspeed_required(func: _Function) -> _Function:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which parameters that ZeRO-3 shards are gathered; anywhere else it does nothing.
+    """A context in which parameters sharded by ZeRO-3 are gathered; otherwise it does nothing.
 
     Args:
         params: A parameter, several, or a module.
-        modifier_rank: The process whose changes to them count; None: they are only read.
+        modifier_rank: The rank whose changes to them are kept; None if they are only read.
         fwd_module: The module in whose forward they are used, if it is not their own.
         enabled: Whether to do anything.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_axes(context: EngineContext, stage: int | None) -> None:
-    """Check the axes of the mesh: DeepSpeed takes sp_size, and replicas at stage 0.
+    """Check the axes of the mesh: DeepSpeed supports sp_size, and replicas at stage 0.
 
     Raises:
         ValueError: If there are others.
@@ -23,8 +23,8 @@ def check_axes(context: EngineContext, stage: int | None) -> None:
     for axis in ("tp", "cp"):
         if axis in config.active_mesh_dims:
             raise ValueError(
-                f"{axis}_size={getattr(config, f'{axis}_size')} in parallelism_config, and DeepSpeed is the "
-                "engine: in addition to its own sharding (zero_stage) it takes only sp_size. Leave "
+                f"{axis}_size={getattr(config, f'{axis}_size')} in parallelism_config, but DeepSpeed is the "
+                "engine: besides its own sharding (zero_stage) it supports only sp_size. Leave "
                 "deepspeed_plugin out for the others."
             )
     # With sp_size the replicas only make up the number of processes.
@@ -39,7 +39,7 @@ def check_precision(context: EngineContext, stage: int | None, has_fp16: bool) -
     """Check that DeepSpeed trains in the precision.
 
     Args:
-        context: What the engine knows.
+        context: The engine's context.
         stage: ZeRO's stage.
         has_fp16: Whether DeepSpeed supports fp16 on this device.
 
@@ -65,7 +65,7 @@ def check_precision(context: EngineContext, stage: int | None, has_fp16: bool) -
 
 
 def warn_of_unused(plugin: Any) -> None:
-    """Warn of settings that are set and that nothing reads, after the environment has filled them in."""
+    """Warn of settings that nothing reads, after the environment has been read."""
     reasons = {
         f"offload_{what}_nvme_path": f"offload_{what}_device is not 'nvme'"
         for what in ("optimizer", "param")
@@ -73,7 +73,7 @@ def warn_of_unused(plugin: Any) -> None:
     }
     reasons["msamp_opt_level"] = "enable_msamp is not set"
     if plugin.zero_stage != 3:
-        reasons["transformer_moe_cls_names"] = "parameters are sharded by zero_stage=3 alone"
+        reasons["transformer_moe_cls_names"] = "only zero_stage=3 shards parameters"
     unset = (None, "none")
     ignored = {name: reason for name, reason in reasons.items() if getattr(plugin, name) not in unset}
     warn_of_ignored(plugin, ignored)

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses): a group of processes works on one batch, each on its part of the sequence.
+"""Sequence parallelism (Ulysses): a group of processes works on one batch, each on its shard of the sequence.
 
 The implementation is DeepSpeed's: its attention exchanges heads for positions, and its loader adapter cuts
 batches. Every process reads its own batches; a group works on those of its members one after the other.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_state.parallelism.config import ParallelismConfig
 
 _replaced: dict[str, Any] = {}
-"""Attention functions of transformers, by the names under which DeepSpeed's stand now."""
+"""Attention functions of transformers, by the names under which DeepSpeed's are registered now."""
 
 
 def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int) -> Any:
@@ -36,19 +36,19 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
         batch_size: Samples per micro-batch.
 
     Returns:
-        The object from which DeepSpeed's engine learns its groups.
+        The object from which DeepSpeed's engine gets its groups.
 
     Raises:
-        ValueError: If it is no model of transformers, or its attention or its heads do not fit.
+        ValueError: If it is not a model of transformers, or its attention or its heads do not fit.
     """
     if not hasattr(model, "config"):
         raise ValueError(
             f"sp_size={config.sp_size}: DeepSpeed's sequence parallelism is for models of transformers, and "
             f"{type(model).__name__} has no config."
         )
-    # It takes the process group that is there; without this call its own collectives have none.
+    # It uses the existing process group; without this call its collectives have none.
     import_deepspeed("comm").init_distributed(dist_backend=None)
-    # Those of a model before: it does not replace them.
+    # Those of a previous model, which it does not replace.
     import_deepspeed("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
     handler = config.sp_handler
     assert handler is not None, "it is made with sp_size"
@@ -57,7 +57,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
     name = handler.sp_attn_implementation
     if name is not None and name in functions:
         _replaced[name] = functions[name]
-        # Models of another Accelerator in this process would attend in groups that are gone.
+        # Models of a later Accelerator in this process would use destroyed groups.
         rendezvous.before_destroy(_restore_attention)
     attention = import_deepspeed("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
     return attention.register_with_transformers(
@@ -71,17 +71,17 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
 
 
 def _restore_attention() -> None:
-    """Take DeepSpeed's attention out of transformers, before its process groups are destroyed."""
+    """Restore the attention of transformers, before DeepSpeed's process groups are destroyed."""
     while _replaced:
         name, function = _replaced.popitem()
         import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 class SequenceParallelLoader(EngineLoader):
-    """A prepared loader whose batches the processes of a group share: each gets its part of the sequence.
+    """A prepared loader whose batches the processes of a group share: each gets its shard of the sequence.
 
     Batches are dicts with "input_ids", "position_ids" and "labels", of shape (batch, sequence, ...). The
-    labels come back shifted, as "shift_labels".
+    labels are returned shifted, as "shift_labels".
 
     Args:
         loader: A prepared loader; each process reads its own batches.
@@ -93,7 +93,7 @@ class SequenceParallelLoader(EngineLoader):
         super().__init__(loader)
         self.groups = groups
         self.device = device
-        self.skips = 0  # of the batches that a group makes of its first ones
+        self.skips = 0  # counted in the batches that it yields
 
     @property
     def _group_size(self) -> int:
@@ -103,7 +103,7 @@ class SequenceParallelLoader(EngineLoader):
         return max(len(self.loader) * self._group_size - self.skips, 0)
 
     def skip_first_batches(self, num_batches: int) -> SequenceParallelLoader:
-        """Return one like this without its first batches, which need not be whole rounds of a group."""
+        """Return a copy without its first batches, which need not be complete rounds of a group."""
         # A round is one batch of each member of a group, which the group works on one after the other.
         rounds, skips = divmod(self.skips + check_skip(num_batches), self._group_size)
         other = self.with_loader(skip_first_batches(self.loader, rounds))
@@ -120,7 +120,7 @@ class SequenceParallelLoader(EngineLoader):
         )
         has_ended = False
         for number, batch in enumerate(shared):
-            # The loader is at its end when it has been read; the window may end with the last of its batches.
+            # The loader has ended once it has been read, but the window may end only with its last batch.
             has_ended = has_ended or self.loader.end_of_dataloader
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
             if number >= self.skips:

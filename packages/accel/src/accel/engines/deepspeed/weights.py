@@ -1,4 +1,4 @@
-"""The copies of the weights that a DeepSpeed engine's optimizer steps, and changes that it cannot follow.
+"""The copies of weights that DeepSpeed's optimizers step, and changes that DeepSpeed does not support.
 
 The attributes are not documented (DeepSpeed 0.19); the engine tests compare every result with plain torch.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 # Attributes of DeepSpeed's optimizers, by stage: the model's weights, the optimizer's copies, and whether the
-# former are the shards of all processes.
+# former are the shards of all ranks.
 _COPIES = (
     ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", False),  # 3
     ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", True),  # 1 and 2
@@ -39,7 +39,7 @@ def steps_copies(engine: Any) -> bool:
 
 
 def sums(engine: Any) -> torch.Tensor:
-    """Checksums of the weights that this process steps, which show whether a script changes them.
+    """Checksums of the weights that this process steps, to detect changes by a script.
 
     Computed on the weights' device: comparing with copies in CPU memory takes longer than a step.
     """
@@ -72,7 +72,7 @@ def copy_changes(engine: Any, checksums: torch.Tensor | None = None) -> None:
         for weights, copied in _copies(optimizer):
             weights = weights.detach().to(copied.device)
             if not torch.equal(copied.to(weights.dtype), weights):
-                # Unchanged elements keep the digits that half precision drops.
+                # Unchanged elements keep the precision that half precision lacks.
                 is_same = copied.to(weights.dtype) == weights
                 copied.copy_(torch.where(is_same, copied, weights.to(copied.dtype)))
 
@@ -99,7 +99,7 @@ def _copy_to_buffers(optimizer: Any) -> None:
 
 
 def _copies(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of the model's weights and the optimizer's copies that this process steps; not those on disk."""
+    """Pairs of model weights and optimizer copies that this process steps, except those on disk."""
     existing = [names for names in _COPIES if hasattr(optimizer, names[1])]
     for name, of_copies, are_all in existing[:1]:
         pairs = zip(getattr(optimizer, name), getattr(optimizer, of_copies), strict=True)
@@ -113,7 +113,7 @@ def _copies(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class TrainedParameters:
-    """The parameters that were trained when DeepSpeed created its engine, which it steps from then on.
+    """The parameters that were trained when DeepSpeed created its engine; it always steps these.
 
     Args:
         model: The model.
@@ -130,7 +130,7 @@ class TrainedParameters:
         self._changed: set[str] = set()  # in all backward passes of the window
 
     def before_pass(self, is_first: bool, loses_gradients: bool, engine: str) -> None:
-        """Record what is frozen or unfrozen in a backward pass.
+        """Record which parameters are frozen or unfrozen in a backward pass.
 
         Args:
             is_first: Whether it is the first one of its window.
@@ -154,7 +154,7 @@ class TrainedParameters:
         self._changed = changed if is_first else self._changed & changed
 
     def check_step(self, engine: str) -> None:
-        """Reject a step for which DeepSpeed would have to leave parameters out, or add some.
+        """Reject a step for which DeepSpeed would have to skip parameters, or add some.
 
         Raises:
             RuntimeError: If parameters were frozen or unfrozen during the full window.

@@ -1,8 +1,8 @@
 """DeepSpeed's engine, optimizer and schedule behind the five lines of a training loop.
 
 DeepSpeed's engine has its own `backward` and `step`, and counts micro-batches. Here the accumulation
-window alone says where a step is due: the engine gets it before each backward pass, and the engine
-steps when `optimizer.step()` is called there.
+window alone decides where a step is due: the engine is informed before each backward pass, and steps when
+`optimizer.step()` is called at a boundary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accel_state.step_events import StepSkipped
 
 
 class DeepSpeedEngineWrapper:
-    """Drives one DeepSpeed engine that trains.
+    """Drives the DeepSpeed engine that trains.
 
     Args:
         engine: The engine.
@@ -32,13 +32,13 @@ class DeepSpeedEngineWrapper:
     def __init__(self, engine: Any, parameters: Iterable[torch.Tensor] = ()) -> None:
         self.engine = engine
         self.name = f"deepspeed zero {int(engine.zero_optimization_stage())}"
-        self.is_reduced = False  # whether the gradients of a whole window are there, for a step
+        self.is_reduced = False  # whether the gradients of a full window are ready for a step
         self.has_gathered = False  # whether there are gradients that no step has used
         self._forwards = _Forwards()
         self._factor: float | torch.Tensor | None = None
         self._sums: torch.Tensor | None = None  # of the weights after the last step
         self._trained = TrainedParameters(engine.module, parameters)
-        # Counted here, as ZeRO-3 says nothing when it drops gradients of a second backward pass.
+        # Counted here, as ZeRO-3 silently drops the gradients of a second backward pass.
         engine.register_forward_pre_hook(self._forwards)
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
@@ -57,16 +57,16 @@ class DeepSpeedEngineWrapper:
         """
         if kwargs.pop("scale_wrt_gas", False):
             raise ValueError(
-                "scale_wrt_gas=True would have DeepSpeed divide the loss by its gradient_accumulation_steps "
+                "scale_wrt_gas=True would make DeepSpeed divide the loss by its gradient_accumulation_steps "
                 "as well. Leave it out: the Accelerator divides it."
             )
         self._check_loss()
-        # Stage 0 reduces, and stage 3 steps, gradients of what is trained in the window's last pass.
+        # Stage 0 reduces, and stage 3 steps, only parameters that are trained in the window's last pass.
         loses_gradients = self.engine.zero_optimization_stage() in (0, 3)
         self._trained.before_pass(not self.has_gathered, loses_gradients, self.name)
-        # As under DDP, where what counts is whether the forward pass ran under no_sync.
+        # As under DDP, where no_sync counts if the forward pass runs in it.
         is_boundary = sync_gradients and not (self._forwards.in_no_sync or self._forwards.was_in_no_sync)
-        if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
+        if self._factor is not None:  # the step multiplies all, and this loss has its factor already
             loss = loss / _or_one(self._factor)
         # Set here, as DeepSpeed otherwise counts micro-batches itself: windows of the last batches of an
         # epoch are shorter.
@@ -92,7 +92,7 @@ class DeepSpeedEngineWrapper:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose backward passes are not the window's last."""
+        """A context for backward passes that are not the window's last."""
         before, self._forwards.in_no_sync = self._forwards.in_no_sync, True
         try:
             yield
@@ -100,7 +100,7 @@ class DeepSpeedEngineWrapper:
             self._forwards.in_no_sync = before
 
     def finish_window(self) -> None:
-        """Reduce gradients of a window whose last backward pass was held back."""
+        """Reduce the gradients of a window that ended without a reduction."""
         if self.has_gathered and not self.is_reduced:
             gradients.reduce(self.engine)
             self.is_reduced = True
@@ -111,7 +111,7 @@ class DeepSpeedEngineWrapper:
             self._factor = factor
 
     def norm(self) -> torch.Tensor:
-        """The norm of the gradients that the next step takes; 0 without any."""
+        """The norm of the gradients that the next step uses; 0 if there are none."""
         self.finish_window()
         if not self.is_reduced:
             return torch.zeros((), device=self.engine.device)
@@ -122,9 +122,9 @@ class DeepSpeedEngineWrapper:
         """Step the optimizer, and clear the gradients.
 
         Raises:
-            RuntimeError: If parameters were frozen or unfrozen, which the optimizer does not follow.
+            RuntimeError: If parameters were frozen or unfrozen, which the optimizer does not support.
         """
-        # DeepSpeed's step does nothing inside a window; the optimizer's step is called at its end alone.
+        # DeepSpeed's step does nothing inside a window; the optimizer's is called only at its end.
         self.engine.set_gradient_accumulation_boundary(True)
         self.finish_window()
         if weights.steps_copies(self.engine):
@@ -137,28 +137,28 @@ class DeepSpeedEngineWrapper:
         self._forget()
 
     def discard(self) -> None:
-        """Forget gradients that no step has used; none are left after a step."""
+        """Drop gradients that no step has used; there are none after a step."""
         gradients.discard(self.engine)
         self._forget()
 
     def _forget(self) -> None:
         self.is_reduced = self.has_gathered = self._forwards.was_in_no_sync = False
         self._factor = None
-        # clip_grad_norm_ counts for one step; what the configuration says counts again after it.
+        # clip_grad_norm_ applies to one step; afterwards the configuration applies again.
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = self.engine.gradient_clipping()
 
     def get_global_grad_norm(self) -> Any:
-        """The norm that the last step found, before clipping."""
+        """The norm of the last step's gradients, before clipping."""
         return self.engine.get_global_grad_norm()
 
 
 class _Forwards:
-    """A hook that follows forward passes. The engine keeps it, so that it does not know the driver."""
+    """A hook that counts forward passes. It has no reference to the driver, as the engine keeps it."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.in_no_sync = False  # whether `no_sync` is entered now
+        self.in_no_sync = False  # whether `no_sync` is active
         self.was_in_no_sync = False  # whether it was in the last forward pass
 
     def __call__(self, *_: Any) -> None:
@@ -170,9 +170,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """The optimizer of a DeepSpeed engine: its step is the engine's, at the window's boundary.
 
     Args:
-        optimizer: The torch optimizer that DeepSpeed steps. Its groups and options are the ones that count;
-            its parameters are DeepSpeed's own.
-        driver: Who drives the engine.
+        optimizer: The torch optimizer that DeepSpeed steps. Its groups and options apply; its
+            parameters are DeepSpeed's copies.
+        driver: The driver of the engine.
         **options: Options of AcceleratedOptimizer.
     """
 
@@ -184,7 +184,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Make the engine step, at the window's boundary only.
 
         Raises:
-            ValueError: If a closure is given.
+            ValueError: If a closure is passed.
         """
         if closure is not None:
             raise ValueError(
@@ -214,7 +214,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             raise ValueError(
                 f"add_param_group() of {type(self.optimizer).__name__} after prepare(): {self.driver.name} "
                 "steps copies of the weights that it makes in prepare(), and has none of these. Give the "
-                "optimizer all groups before prepare(), with lr=0 as long as they rest."
+                "optimizer all groups before prepare(), with lr=0 while they are frozen."
             )
         super().add_param_group(param_group)
 
@@ -236,20 +236,20 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A schedule that DeepSpeed's engine moves, once per step.
+    """A scheduler that DeepSpeed's engine steps, once per optimizer step.
 
     Args:
-        scheduler: The schedule, of the configuration or of the stand-in's callable.
+        scheduler: The scheduler, of the configuration or of the placeholder's callable.
         optimizers: The wrapped optimizer.
         **options: Options of AcceleratedScheduler.
     """
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has moved it in its step."""
+        """Do nothing: the engine has stepped it."""
 
 
 def _or_one(factor: float | torch.Tensor) -> float | torch.Tensor:
-    """The factor, or 1 where it is 0: what it multiplies is 0 then."""
+    """The factor, or 1 if it is 0: the product is 0 in any case."""
     if isinstance(factor, torch.Tensor):
         return torch.where(factor > 0, factor, 1.0)
     return factor or 1.0
