@@ -183,7 +183,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return split_items((batches[0], step_rows, last) for batches, step_rows, last in self._steps(run))
         if not dist.is_initialized():
             raise RuntimeError(
-                f"ProcessInfo 0 cannot send batches to {self._process.world_size} processes: there is no "
+                f"Process 0 cannot send batches to {self._process.world_size} processes: there is no "
                 "process group. Call torch.distributed.init_process_group (or make a PartialState or an "
                 "Accelerator) first, or pass dispatch_batches=False."
             )
@@ -227,7 +227,7 @@ class DataLoaderDispatcher(PreparedLoader):
         receiver = self._connection.receiver(self._data_ranks)
         number = receiver.begin()
         if self.generator is None and not run.resumed:
-            # ProcessInfo 0 draws a seed for its workers here: keep the global generators equal.
+            # Process 0 draws a seed for its workers here: keep the global generators equal.
             torch.empty((), dtype=torch.int64, device="cpu").random_()
         return self._receive_all(receiver, number)
 
