@@ -1,8 +1,8 @@
-"""XLA devices (TPUs): replicas whose gradients are averaged once per window, by torch_xla's own interface.
+"""XLA devices (TPUs): replicas whose gradients torch_xla averages once per window.
 
 Operations on XLA devices are recorded and run when a step is marked: here by `optimizer.step()`, and by
-loaders after each batch. Nothing of this has been run on torch_xla, which there is not for the torch that
-accel is tested with: its calls are those of torch_xla 2.9, and the tests run a stand-in for them.
+loaders after each batch. None of this has been run on torch_xla, which is not available for the torch that
+accel is tested with: the calls are those of torch_xla 2.9, and the tests use a fake of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from accel_state.enums import DistributedType
 
 
 def _xla_model() -> Any:
-    # Imported on use, as torch_xla need not be installed.
+    # Imported on use, as torch_xla is optional.
     return import_module("torch_xla.core.xla_model")
 
 
 def _end_step() -> None:
-    """Run the operations that were recorded, as `xla_model.mark_step` did before torch_xla 2.5."""
+    """Run the recorded operations, as `xla_model.mark_step` did before torch_xla 2.5."""
     import_module("torch_xla").sync()
 
 
@@ -38,7 +38,7 @@ class XLALoaders(Loaders):
     """Loaders that mark steps."""
 
     def wrap_loader(self, loader: Any) -> Any:
-        """The prepared loader, with a step marked after each batch, for loops that only evaluate."""
+        """The prepared loader, which marks a step after each batch, for loops that only evaluate."""
         return loader if isinstance(loader, XLALoader) else XLALoader(loader)
 
 
@@ -56,23 +56,23 @@ class XLAGradients(Gradients):
     def clip_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Average the gradients if that is still to be done, and clip them by their norm."""
+        """Average the gradients, unless already done, and clip them by their norm."""
         self.engine.reduce_gradients()
         return super().clip_norm(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Average the gradients if that is still to be done, and clip each."""
+        """Average the gradients, unless already done, and clip each."""
         self.engine.reduce_gradients()
         super().clip_value(parameters, clip_value)
 
 
 class XLAStates(States):
-    """States that go to the CPU first."""
+    """States, copied to the CPU first."""
 
     engine: XLAEngine
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state, on the CPU: files know nothing of XLA devices."""
+        """The full state on the CPU, as files must not depend on XLA devices."""
         state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
         return state
 
@@ -98,21 +98,21 @@ class XLAEngine(Engine):
         super().__init__(context)
         if context.settings is not None:
             raise ValueError(
-                "fsdp_plugin, megatron_lm_plugin and deepspeed_plugin, and the variables that ask for them, "
+                "fsdp_plugin, megatron_lm_plugin and deepspeed_plugin, and the variables that select them, "
                 "are not supported on XLA devices, where every process has the full model. Leave them out."
             )
-        # In order, as a dict of weak keys is, and a WeakSet is not.
+        # Ordered, unlike a WeakSet.
         self._optimizers: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give the model the weights of the first process."""
+        """Broadcast the weights of the first process to the model."""
         if self.context.process.world_size > 1:
             # A collective of torch_xla: every process wraps its models in the same order.
             _xla_model().broadcast_master_param(model)
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
-        """Wrap an optimizer so that gradients are averaged before it steps, and the step is marked after."""
+        """Wrap an optimizer: gradients are averaged before its step, and the step is marked afterwards."""
         prepared = XLAOptimizer(
             optimizer,
             self.reduce_gradients,
@@ -128,10 +128,10 @@ class XLAEngine(Engine):
     def reduce_gradients(self) -> None:
         """Average the gradients of all prepared optimizers, once at the end of a window."""
         state = self.context.gradient_state
-        # Clipping may have reduced them already: once per window, whoever comes first.
+        # Clipping may have reduced them already: once per window.
         if self.context.process.world_size == 1 or not state.sync_gradients or state.is_xla_gradients_synced:
             return
-        # In order: all processes reduce the same gradients together.
+        # In order: all processes must reduce the same gradients at the same time.
         for optimizer in self._optimizers:
             _xla_model().reduce_gradients(optimizer.optimizer)
         state.is_xla_gradients_synced = True
@@ -171,14 +171,14 @@ class XLALoader(EngineLoader):
     """A prepared loader that marks a step after each batch; everything else is the prepared loader's.
 
     torch_xla's MpDeviceLoader does the same, and reads ahead in a thread. The prepared loader must not be
-    read ahead of the loop: it says where the epoch ends, and with it the accumulation window.
+    read ahead of the loop: it marks the end of the epoch, and of the accumulation window.
 
     Args:
-        loader: The prepared loader, which puts batches on the device.
+        loader: The prepared loader, which moves batches to the device.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the batches."""
+        """Yield the batches."""
         for batch in self.loader:
             yield batch
             _end_step()

@@ -236,7 +236,7 @@ def test_a_checkpoint_goes_on_in_another_arrangement(world, tmp_path, size, opti
     results = world.run(go_on, str(tmp_path / "saved"), size=size, timeout_s=90, **options)
     for rank, (steps, told) in enumerate(results):
         assert_same(steps, expected)
-        begins_anew = any("dropout begins with new random numbers" in text for text in told)
+        begins_anew = any("dropout starts with new random numbers" in text for text in told)
         assert begins_anew == (size > 1 and rank == 0)
 
 

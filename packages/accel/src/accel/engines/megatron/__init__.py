@@ -1,12 +1,12 @@
-"""Megatron-LM, built on megatron-core, which is what its package on the index has.
+"""Megatron-LM, built on megatron-core, which is what the package on PyPI contains.
 
-- `parsers`: what a model's configuration means in Megatron's names.
-- `options`: settings that exclude each other, or that nothing would read.
-- `arguments`: Megatron's names as the configuration classes of megatron-core.
+- `parsers`: a model's configuration, translated to Megatron's names.
+- `options`: settings that exclude each other, or have no effect.
+- `arguments`: Megatron's names, translated to the configuration classes of megatron-core.
 - `runtime`: its process groups and seeds.
-- `models`: GPT, BERT and T5 of this process's layers, with their batches and losses (`steps`, a file each).
-- `optimizers`: its optimizer and schedule behind those of a training loop.
+- `models`: GPT, BERT and T5 with this process's layers, and their batches and losses (`steps`, a file each).
+- `optimizers`: its optimizer and scheduler, wrapped for a training loop.
 - `data`: its datasets, and micro-batches.
-- `schedule`: the model as a training loop calls it.
+- `schedule`: the model, wrapped for a training loop.
 - `checkpoint`: its checkpoints inside those of save_state.
 """

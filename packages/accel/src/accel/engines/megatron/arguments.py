@@ -1,4 +1,4 @@
-"""Settings by Megatron-LM's names as arguments of megatron-core's configuration classes."""
+"""Translate settings with Megatron-LM's names to arguments of megatron-core's configuration classes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_names(settings: Mapping[str, Any], *fields: Collection[str]) -> None:
         *fields: Names that are read.
 
     Raises:
-        ValueError: If there are others; the message names the nearest known one.
+        ValueError: If there are any; the message suggests the closest name.
     """
     every = {name for names in fields for name in names}
     for name in settings:
@@ -48,7 +48,7 @@ def check_names(settings: Mapping[str, Any], *fields: Collection[str]) -> None:
 
 
 def params_dtype(args: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of parameters: Megatron keeps fp32 copies of lower ones in its optimizer."""
+    """Return the dtype of parameters: Megatron's optimizer keeps fp32 copies of lower ones."""
     if args.get("fp16"):
         return torch.float16
     return torch.bfloat16 if args.get("bf16") else torch.float32
@@ -60,7 +60,7 @@ def parallel_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformer_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of TransformerConfig, but for enumerations.
+    """Return the arguments of TransformerConfig, except enumerations.
 
     Args:
         args: Settings by Megatron-LM's names.
@@ -72,16 +72,16 @@ def transformer_arguments(args: Mapping[str, Any], names: Collection[str]) -> di
     dtype = params_dtype(args)
     found = selected(args, names) | _virtual(args) | {"params_dtype": dtype}
     if args["pipeline_model_parallel_size"] > 1:
-        # Sequences are as long as those of the batch, which may change between batches.
+        # Sequence lengths may change between batches.
         found |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
-        # megatron-core checks it without experts too.
+        # megatron-core also checks it for models without experts.
         found.setdefault("moe_token_dispatcher_type", "alltoall")
     if args.get("decoder_last_pipeline_num_layers") is not None:
         found["num_layers_in_last_pipeline_stage"] = args["decoder_last_pipeline_num_layers"]
     if args.get("swiglu"):
-        # Megatron-LM's flag sets two fields: this and gated_linear_unit, which parsers say.
+        # Megatron-LM's flag sets two fields: this and gated_linear_unit, which the parsers set.
         found["activation_func"] = torch.nn.functional.silu
-    # The caller turns the name into megatron-core's enumeration.
+    # The calling function converts the name to megatron-core's enumeration.
     found.pop("attention_backend", None)
     return found
 
@@ -95,7 +95,7 @@ def _virtual(args: Mapping[str, Any]) -> dict[str, Any]:
     if stages < 2 or total is None or total % (stages * layers):
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage={layers} with pp_degree={stages} and {total} layers: it "
-            "takes at least 2 stages, and a number of layers that these and it divide."
+            "needs at least 2 stages, and a number of layers that is divisible by their product."
         )
     return {"virtual_pipeline_model_parallel_size": total // (stages * layers)}
 
@@ -120,7 +120,7 @@ def ddp_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, 
         args: Settings by Megatron-LM's names.
         names: Its fields.
     """
-    # Gradients of lower precision are added up over processes in fp32, as in accel's other engines.
+    # Low-precision gradients are summed over processes in fp32, as in accel's other engines.
     found = {"grad_reduce_in_fp32": params_dtype(args) is not torch.float32} | selected(args, names)
     if found.pop("use_custom_fsdp", None):
         found["use_megatron_fsdp"] = True  # its name since megatron-core 0.13

@@ -1,8 +1,8 @@
 """megatron-core's distributed checkpoints inside those of save_state.
 
-megatron_lm/    weights, optimizer states and random generators, each process its part
+megatron_lm/    weights, optimizer states and random generators, one shard per process
 
-A checkpoint of one arrangement of processes loads in another, as megatron-core's do, but for its generators.
+As in megatron-core, a checkpoint can be loaded with other parallel sizes, except for its random generators.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     Args:
         model: The model.
         folder: The checkpoint's folder.
-        plugin: The plugin, which may leave optimizer states out.
+        plugin: The plugin, which may omit optimizer states.
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    # Without it a writer of megatron-core dies, and this hangs.
+    # Without it one of megatron-core's writers crashes, and this hangs.
     require("psutil", "megatron")
     state = _sharded(model, with_optimizer=not plugin.no_save_optim)
     core("dist_checkpointing").save(state | {"arrangement": _arrangement()}, str(target))
 
 
 def check(names: Collection[str]) -> None:
-    """Reject a checkpoint that Megatron-LM cannot go on from.
+    """Reject a checkpoint that Megatron-LM cannot load.
 
     Args:
         names: Its files.
@@ -61,7 +61,7 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     Args:
         model: The model.
         folder: The checkpoint's folder.
-        plugin: The plugin, which may leave optimizer states out.
+        plugin: The plugin, which may omit optimizer states.
     """
     with_optimizer = not plugin.no_load_optim
     wanted = _sharded(model, with_optimizer, is_loading=True)
@@ -69,11 +69,11 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     # First and separately: the state requested below depends on it.
     saved = checkpoints.load_common_state_dict(source).get("arrangement")
     if saved != _arrangement():
-        # Each process has its own generators, which do not fit another stage of the model.
+        # Each process has its own generators, which cannot be used for another stage of the model.
         del wanted["random"]
         warn(
-            f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, and they are {_arrangement()} "
-            "here: weights and optimizer states are restored, and dropout begins with new random numbers.",
+            f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, but they are {_arrangement()} "
+            "here: weights and optimizer states are restored, but dropout starts with new random numbers.",
         )
     found = checkpoints.load(wanted, source)
     for index, chunk in enumerate(model.model_chunks):
@@ -94,7 +94,7 @@ def _arrangement() -> tuple[int, int]:
 
 def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
     """This process's shard of the model, in the form of megatron-core's checkpoints."""
-    # Of the models themselves: their wrappers load what has these names.
+    # Of the unwrapped models: their wrappers load the same names.
     models = core("utils").unwrap_model(model.model_chunks)
     state: dict[str, Any] = {f"model{index}": each.sharded_state_dict() for index, each in enumerate(models)}
     if with_optimizer and model.optimizer is not None:
@@ -106,7 +106,7 @@ def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = Fal
         core("tensor_parallel").get_cuda_rng_tracker().get_states(),
         _arrangement(),
         (places.get_pipeline_model_parallel_rank(), places.get_tensor_model_parallel_rank()),
-        # Data-parallel copies are equal, of which megatron-core writes the first.
+        # Data-parallel replicas are equal; megatron-core writes the first.
         replica_id=places.get_data_parallel_rank(with_context_parallel=True),
     )
     return state

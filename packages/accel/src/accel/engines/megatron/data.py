@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets as loaders, and loaders whose batches hold a step's micro-batches."""
+"""Loaders for Megatron's indexed datasets, and loaders whose batches have all micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ _KINDS = {
 
 
 def with_micro_batches(loader: DataLoader[Any], num_micro_batches: int) -> DataLoader[Any]:
-    """Return a loader with batches of as many micro-batches, each as large as the given loader's batches.
+    """Return a loader whose batches combine several batches of another one, the micro-batches.
 
     Args:
         loader: A loader that is not prepared yet.
         num_micro_batches: Micro-batches per step.
 
     Raises:
-        ValueError: If the loader makes its batches by itself.
+        ValueError: If the loader has its own batch sampler.
     """
     if num_micro_batches == 1:
         return loader
     if loader.batch_size is None:
         raise ValueError(
             f"num_micro_batches={num_micro_batches} with a DataLoader that has its own batch_sampler "
-            "(or no batch size): its batches cannot be made larger. Give it batch_size, that of one "
+            "(or no batch size): its batches cannot be made larger. Set batch_size to that of one "
             "micro-batch."
         )
     size = loader.batch_size * num_micro_batches
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         sampling: dict[str, Any] = {"batch_size": size, "drop_last": loader.drop_last}
     else:
-        # The same sampler: the order of samples stays, only batches are larger.
+        # The same sampler: the order of samples is the same, only batches are larger.
         sampling = {"batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
     return DataLoader(loader.dataset, **sampling, **loader_settings(loader))
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for loaders of Megatron's indexed datasets.
+    """Placeholder for the loaders of Megatron's indexed datasets.
 
-    `prepare` gives the training loader for its first mention, the validation loader for the second and the
-    test loader for the third.
+    Pass it to `prepare` three times: it returns the training loader first, then the validation loader, then
+    the test loader.
 
     Args:
         **dataset_kwargs: "data_path" (prefixes of indexed files, or one), "splits_string" (such as
@@ -68,7 +68,7 @@ class MegatronLMDummyDataLoader:
         self.dataset_args = {"splits_string": "969,30,1", "seed": 1234} | dataset_kwargs
 
     def set_megatron_data_args(self) -> dict[str, Any]:
-        """Return the arguments of megatron-core's dataset configuration, but for the sequence length.
+        """Return the arguments of megatron-core's dataset configuration, except the sequence length.
 
         Raises:
             ValueError: If there is no data_path.
@@ -86,11 +86,11 @@ class MegatronLMDummyDataLoader:
         }
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
-        """Return the function that makes the three datasets, given their numbers of samples.
+        """Return the function that creates the three datasets from their numbers of samples.
 
         Args:
-            accelerator: The Accelerator, with its MegatronLMPlugin; that one's
-                `custom_megatron_datasets_provider_function` comes first.
+            accelerator: The Accelerator with its MegatronLMPlugin, whose
+                `custom_megatron_datasets_provider_function` takes precedence.
         """
         plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_megatron_datasets_provider_function is not None:
@@ -103,7 +103,7 @@ class MegatronLMDummyDataLoader:
             kind = getattr(found, config)
             options = {"sequence_length": args["seq_length"], **_flags(kind, plugin), **self._renamed()}
             builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
-            # The function says on which ranks datasets are built: on all, as each reads its own samples.
+            # The function decides on which ranks datasets are built: on all, as each reads its own samples.
             return builder(getattr(found, dataset), numbers, lambda: True, kind(**options)).build()
 
         return provide
@@ -115,13 +115,13 @@ class MegatronLMDummyDataLoader:
         return options
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Make the three loaders of this process; None for a set without samples.
+        """Create the three loaders of this process; None for a set without samples.
 
         Args:
             accelerator: The Accelerator, with its MegatronLMPlugin.
 
         Raises:
-            ValueError: If it is not known how long training is.
+            ValueError: If the length of training is unknown.
         """
         plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
         args = plugin.megatron_lm_default_args
@@ -129,10 +129,10 @@ class MegatronLMDummyDataLoader:
         train = args["train_samples"] or (args["train_iters"] or 0) * batch
         if not train:
             raise ValueError(
-                "Megatron's datasets need the number of samples: give MegatronLMPlugin(train_iters=...) or "
+                "Megatron's datasets need the number of samples: set MegatronLMPlugin(train_iters=...) or "
                 "MegatronLMDummyScheduler(total_num_steps=...)."
             )
-        # As Megatron-LM counts them: one evaluation each interval, and one at the end.
+        # As in Megatron-LM: one evaluation per interval, and one at the end.
         evaluations = train // (plugin.eval_interval * batch) + 1
         numbers = [train, evaluations * plugin.eval_iters * batch, plugin.eval_iters * batch]
         sets = self.get_train_valid_test_datasets_provider(accelerator)(numbers)
@@ -144,13 +144,13 @@ class MegatronLMDummyDataLoader:
 
 
 class IndexedLoader:
-    """This data-parallel process's batches of an indexed dataset, in its order, which is shuffled already.
+    """This data-parallel rank's batches of an indexed dataset, in its order, which is already shuffled.
 
     Args:
         dataset: The dataset.
         plugin: The plugin, with the batch sizes.
         consumed: Samples that earlier runs have used.
-        device: Where batches are put.
+        device: Device of the batches.
     """
 
     def __init__(self, dataset: Any, plugin: MegatronLMPlugin, consumed: int, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class IndexedLoader:
         """Return a copy that starts after this many steps; `accel.skip_first_batches` calls it.
 
         Args:
-            num_batches: Number of batches to leave out.
+            num_batches: Number of batches to skip.
         """
         # A copy: the original loader keeps its position.
         other = copy.copy(self)
@@ -174,10 +174,10 @@ class IndexedLoader:
         return other
 
     def __iter__(self) -> Iterator[Any]:
-        """Continue after the consumed samples; a batch is that of a full step."""
+        """Continue after the consumed samples; each batch has all samples of a step."""
         state = parallel_state()
         batch_size = self.size // state.get_data_parallel_world_size()
-        # A step's samples are consecutive, and each process has a slice of them.
+        # The samples of a step are consecutive, and each process takes a slice of them.
         first = state.get_data_parallel_rank() * batch_size
         while self.consumed + self.size <= len(self.dataset):
             start = self.consumed + first
@@ -188,7 +188,7 @@ class IndexedLoader:
 
 
 def _flags(kind: Any, plugin: MegatronLMPlugin) -> dict[str, Any]:
-    """Settings that a dataset's configuration needs and that are no matter of the data."""
+    """Settings that a dataset's configuration needs, but that do not depend on the data."""
     names = {field.name for field in dataclasses.fields(kind)}
     values = {
         "reset_position_ids": False,

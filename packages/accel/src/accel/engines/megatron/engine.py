@@ -48,7 +48,7 @@ class MegatronLMLoaders(Loaders):
 
     @property
     def dp_rank_and_size(self) -> tuple[int, int]:
-        """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
+        """(rank, size) of the data-parallel group; model-parallel processes get the same batches."""
         state = runtime.parallel_state()
         return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
 
@@ -58,14 +58,14 @@ class MegatronLMLoaders(Loaders):
         return self.engine._data_ranks
 
     def loader_to_prepare(self, loader: Any) -> Any:
-        """The loader with batches that hold all micro-batches of a step."""
-        assert self.engine.plugin.num_micro_batches is not None, "filled when the plugin was made"
+        """A loader whose batches have all micro-batches of a step."""
+        assert self.engine.plugin.num_micro_batches is not None, "set when the plugin was created"
         return with_micro_batches(loader, self.engine.plugin.num_micro_batches)
 
     extra_types = (MegatronLMDummyDataLoader, IndexedLoader)
 
     def prepare_extra(self, item: Any, accelerator: Any) -> Any:
-        """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
+        """Loaders of Megatron's datasets: the training set, then the validation set, then the test set."""
         if isinstance(item, IndexedLoader):
             return item
         # The placeholder is prepared three times; the first time builds all loaders.
@@ -81,10 +81,10 @@ class MegatronLMGradients(Gradients):
 
     @classmethod
     def make_scaler(cls, device_type: str, **options: Any) -> None:
-        """None: Megatron-LM scales losses by itself."""
+        """None: Megatron-LM scales losses itself."""
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Megatron-LM weighs by itself.
+        """Megatron-LM weights losses itself.
 
         Raises:
             ValueError: Always.
@@ -95,13 +95,13 @@ class MegatronLMGradients(Gradients):
         )
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
-        """Not known before the step; afterwards it is `optimizer.grad_norm`."""
+        """Unknown before the step; afterwards it is `optimizer.grad_norm`."""
         return None
 
     def clip_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Make the next step clip by this norm, instead of the plugin's; it is known afterwards.
+        """Make the next step clip by this norm instead of the plugin's; the norm is known afterwards.
 
         Raises:
             ValueError: If it is not the 2-norm.
@@ -113,7 +113,7 @@ class MegatronLMGradients(Gradients):
         return None
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Megatron-LM clips by the norm alone.
+        """Megatron-LM clips only by the norm.
 
         Raises:
             ValueError: Always.
@@ -132,22 +132,22 @@ class MegatronLMStates(States):
         return True
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Not supported: each process has a shard, in Megatron's shapes.
+        """Not supported: each process has a shard with Megatron's shapes.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "get_state_dict and save_model under Megatron-LM: the weights are sharded, in shapes of "
-            "Megatron's. save_state writes them, and megatron-core's tools convert them."
+            "get_state_dict and save_model under Megatron-LM: the weights are sharded, in Megatron's "
+            "shapes. save_state writes them, and megatron-core's tools convert them."
         )
 
     def has_all_names(self, model: torch.nn.Module) -> bool:
-        """False: the layers of the model are split over a pipeline."""
+        """False: the layers of the model are split over pipeline stages."""
         return model is not self.engine._model
 
     def has_native_checkpoint(self, item: Any) -> bool:
-        """Whether it is in Megatron's checkpoint: the model and its optimizer."""
+        """Whether Megatron's checkpoint has it: the model and its optimizer."""
         return item is self.engine._model or item is self.engine._optimizer
 
     def save_native(self, folder: Path, **options: Any) -> None:
@@ -157,7 +157,7 @@ class MegatronLMStates(States):
             checkpoint.save(self.engine._model, folder, self.engine.plugin)
 
     def check_native(self, names: Collection[str]) -> None:
-        """Reject a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
+        """Reject a checkpoint that Megatron-LM cannot load, before anything is changed."""
         if self.engine._model is not None:
             checkpoint.check(names)
 
@@ -168,10 +168,10 @@ class MegatronLMStates(States):
 
 
 class MegatronLMEngine(Engine):
-    """One model of megatron-core, built from the configuration of the script's model, and its optimizer.
+    """One megatron-core model, built from the configuration of the script's model, and its optimizer.
 
-    A call of the model runs the micro-batches of a step, forward and backward; `backward` has nothing left to
-    do, and `optimizer.step()` clips and steps.
+    Calling the model runs forward and backward for all micro-batches of a step; `backward` does nothing, and
+    `optimizer.step()` clips and steps.
     """
 
     loaders_type = MegatronLMLoaders
@@ -182,7 +182,7 @@ class MegatronLMEngine(Engine):
 
     ignored_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
-        "scaler": "Megatron-LM scales losses by itself. Set other_megatron_args of MegatronLMPlugin",
+        "scaler": "Megatron-LM scales losses itself. Set other_megatron_args of MegatronLMPlugin",
         "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
     }
 
@@ -196,18 +196,18 @@ class MegatronLMEngine(Engine):
             )
         # Before anything of megatron-core is imported, which takes seconds.
         runtime.check_device(context.process.device)
-        # Under Megatron-LM accumulation is num_micro_batches, inside one call of the model.
+        # Megatron-LM accumulates over num_micro_batches inside one call of the model.
         if context.gradient_state.num_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps={context.gradient_state.num_steps} under Megatron-LM: it "
-                "divides a step by itself. Set MegatronLMPlugin(num_micro_batches=...)."
+                "splits a step itself. Set MegatronLMPlugin(num_micro_batches=...)."
             )
         self.plugin.set_mixed_precision(context.precision.name)
-        # Before any process group is made, so that an error leaves nothing behind.
+        # Before any process group is created, so that an error leaves nothing behind.
         check_other_arguments(self.plugin.other_megatron_args or {})
         check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
-        # Gathered once: loaders need the rank of every process, and megatron-core only has the local one.
+        # Gathered once: loaders need the rank of every process, and megatron-core only knows the local one.
         self._data_ranks: list[int] = gather_object(
             [self.loaders.dp_rank_and_size[0]], process=context.process
         )
@@ -247,7 +247,7 @@ class MegatronLMEngine(Engine):
             return request
         plugin = self.plugin
         if sizes := _sizes(request):
-            # Megatron-LM has one size, and loaders of training and evaluation may have two.
+            # Megatron-LM has one batch size, but training and evaluation loaders may differ.
             size = min(sizes) if plugin.is_train_batch_min else max(sizes)
             plugin.set_training_args(size, self.loaders.dp_rank_and_size[1])
         if plugin.custom_model_provider_function is None:
@@ -259,16 +259,16 @@ class MegatronLMEngine(Engine):
         )
         for optimizer in request.optimizers:
             plugin.set_optimizer_type(optimizer)
-        # After set_training_args, which assumes that schedules count the steps of one process.
+        # After set_training_args, which assumes that schedulers count the steps of one process.
         plugin.scheduler_steps_per_step = request.scheduler_steps_per_step
         for scheduler in request.schedulers:
             plugin.set_scheduler_args(scheduler)
         args = plugin.megatron_lm_default_args
         chunks = wrap(build(plugin), args, self.context.process.device)
-        assert plugin.num_micro_batches is not None, "filled when the plugin was made"
+        assert plugin.num_micro_batches is not None, "set when the plugin was created"
         self._model = MegatronEngine(chunks, self._make_step(request.accelerator), plugin.num_micro_batches)
         if not request.optimizers:
-            # Without an optimizer it can only be evaluated.
+            # Without an optimizer the model can only be evaluated.
             return replace(request, models=(self._model.eval(),))
         optimizer = build_optimizer(self._model.model_chunks, plugin)
         self._optimizer = MegatronLMOptimizerWrapper(optimizer, gradient_state=self.context.gradient_state)
@@ -285,20 +285,20 @@ class MegatronLMEngine(Engine):
         if kind not in _STEPS:
             raise ValueError(
                 f"The batch format is unknown for model_type_name={kind!r} (known: "
-                f"{', '.join(_STEPS)}). Give MegatronLMPlugin(custom_train_step_class=...)."
+                f"{', '.join(_STEPS)}). Set MegatronLMPlugin(custom_train_step_class=...)."
             )
         plugin = self.plugin
         if plugin.return_logits and kind != "gpt":
             raise ValueError(
                 f"return_logits=True with a {kind} model: its train step returns only losses. Leave it out, "
-                "or give MegatronLMPlugin(custom_train_step_class=...)."
+                "or set MegatronLMPlugin(custom_train_step_class=...)."
             )
         is_built_in = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
         if (plugin.context_parallel_size or 1) > 1 and is_built_in:
             raise ValueError(
                 f"context_parallel_size={plugin.context_parallel_size}: labels, positions and masks are "
-                "made of a full batch, and each process has a shard of it. Give custom_get_batch_function, "
-                "which makes them for the shard, or use Megatron's datasets (megatron_dataset_flag=True)."
+                "made from a full batch, but each process has a shard of it. Set custom_get_batch_function "
+                "to make them for the shard, or use Megatron's datasets (megatron_dataset_flag=True)."
             )
         return _STEPS[kind](accelerator, args)
 
@@ -306,12 +306,12 @@ class MegatronLMEngine(Engine):
         """Megatron-LM's scheduler, which replaces the placeholder.
 
         Raises:
-            ValueError: If it is none, or there is no optimizer to schedule.
+            ValueError: If it is another kind of scheduler, or there is no optimizer to schedule.
         """
         _check_placeholder(scheduler)
         if self._optimizer is None:
             raise ValueError("Pass MegatronLMDummyScheduler to the same call of prepare() as its optimizer.")
-        self.plugin.set_scheduler_args(scheduler)  # again, or for the first time in its own call
+        self.plugin.set_scheduler_args(scheduler)  # again, or first if prepared in a separate call
         args = self.plugin.megatron_lm_default_args
         schedule = build_schedule(self._optimizer.optimizer, args)
         return MegatronLMSchedulerWrapper(
@@ -324,7 +324,7 @@ class MegatronLMEngine(Engine):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """This process's stage of the model, without wrappers; with several chunks the prepared model."""
+        """This process's stage of the model, unwrapped; the prepared model if it has several chunks."""
         if not isinstance(model, MegatronEngine) or len(model.model_chunks) > 1:
             return model
         chunk: Any = runtime.core("utils").unwrap_model(model.model_chunks[0])
@@ -333,15 +333,15 @@ class MegatronLMEngine(Engine):
     # Gradients
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Nothing is left to do: the model's call ran it.
+        """Do nothing: the call of the model ran the backward pass.
 
         Raises:
             ValueError: If the loss is not the one that the model returned.
         """
         if self._model is None or loss is not self._model.last_loss:
             raise ValueError(
-                "Megatron-LM runs backward inside model(**batch), of the loss that its train step "
-                "computes, and backward only takes the `loss` of that call's output. For another loss, give "
+                "Megatron-LM runs backward inside model(**batch), for the loss that its train step "
+                "computes, and backward only takes the `loss` of that call's output. For another loss, set "
                 "MegatronLMPlugin(custom_loss_function=...)."
             )
 
@@ -349,8 +349,8 @@ class MegatronLMEngine(Engine):
 def _check_placeholder(scheduler: Any) -> None:
     if not isinstance(scheduler, MegatronLMDummyScheduler):
         raise ValueError(
-            f"{type(scheduler).__name__} cannot schedule Megatron-LM's optimizer, which has groups of its "
-            "own. Pass MegatronLMDummyScheduler(optimizer, total_num_steps, warmup_num_steps)."
+            f"{type(scheduler).__name__} cannot schedule Megatron-LM's optimizer, which has its own "
+            "groups. Pass MegatronLMDummyScheduler(optimizer, total_num_steps, warmup_num_steps)."
         )
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer and schedule behind those of a training loop."""
+"""megatron-core's optimizer and scheduler, wrapped for a training loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     """Megatron's optimizer: it steps with the gradients that the model's last call gathered.
 
     Args:
-        optimizer: The optimizer, of megatron-core.
+        optimizer: The optimizer of megatron-core.
         **options: Options of AcceleratedOptimizer.
     """
 
@@ -36,10 +36,10 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         self._clip_by_default = optimizer.config.clip_grad
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, and step with the gathered gradients; without any, do nothing.
+        """Clip, and step with the gathered gradients, if there are any.
 
         Raises:
-            ValueError: If a closure is given.
+            ValueError: If a closure is passed.
         """
         if closure is not None:
             raise ValueError("step(closure): Megatron-LM's optimizer steps once per call of the model.")
@@ -52,7 +52,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
             succeeded, self.grad_norm, _ = self.optimizer.step()
             self._was_skipped = not succeeded
             self.has_gradients = False
-            # What clip_grad_norm_ said counts for one step.
+            # clip_grad_norm_ applies to one step.
             self.clip_by(self._clip_by_default)
         except StepSkipped:
             self.skip_step()
@@ -60,13 +60,13 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
             events.end_step(self)
 
     def skip_step(self) -> None:
-        """Leave the next step out: the model's next call starts with empty gradients."""
+        """Skip the next step: the model's next call starts with empty gradients."""
         self.has_gradients, self._was_skipped = False, True
 
     def clip_by(self, max_norm: float) -> None:
         """Make the next step clip gradients by their norm."""
         self.optimizer.config.clip_grad = max_norm
-        # With experts or virtual stages it is a chain, whose members have their own configurations.
+        # With experts or virtual stages it is a chain of optimizers with their own configurations.
         for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
             optimizer.config.clip_grad = max_norm
 
@@ -75,17 +75,17 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out, because gradients were not finite."""
+        """Whether the last step was skipped because gradients were not finite."""
         return self._was_skipped
 
 
 class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """Megatron's schedule of learning rate and weight decay: one move per step of its optimizer.
+    """Megatron's scheduler of learning rate and weight decay, stepped once per optimizer step.
 
     Args:
-        scheduler: The schedule, of megatron-core.
+        scheduler: The scheduler of megatron-core.
         optimizers: The wrapped optimizer.
-        increment: What one step counts for, in samples.
+        increment: Samples per step.
         **options: Options of AcceleratedScheduler.
     """
 
@@ -95,7 +95,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         self._increment = increment
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on by one step, unless the optimizer's was left out."""
+        """Advance by one step, unless the optimizer skipped its step."""
         if not self._optimizer.step_was_skipped:
             self.scheduler.step(increment=self._increment)
 
@@ -105,13 +105,13 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
 
 
 class MegatronLMDummyScheduler(PlaceholderScheduler):
-    """Stands for the schedule that Megatron-LM makes.
+    """Placeholder for the scheduler that Megatron-LM creates.
 
     Args:
         optimizer: The optimizer that is scheduled.
         total_num_steps: Length of the schedule, in the steps that one process would need.
         warmup_num_steps: Steps over which the learning rate grows, counted in the same way.
-        **kwargs: Kept as attributes, for code that reads them.
+        **kwargs: Set as attributes, for code that reads them.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def build_optimizer(model_chunks: list[Any], plugin: MegatronLMPlugin) -> Any:
 
     Args:
         model_chunks: The chunks.
-        plugin: The plugin, with the optimizer described.
+        plugin: The plugin, after it has been set up for the optimizer.
     """
     args = plugin.megatron_lm_default_args
     config = optimizer_config(args)
@@ -148,16 +148,16 @@ def build_optimizer(model_chunks: list[Any], plugin: MegatronLMPlugin) -> Any:
 
 def _key(name: str, condition: Callable[[str, torch.nn.Parameter], bool]) -> Any:
     kinds = core("optimizer.optimizer_config")
-    # megatron-core passes (parameter, name), and the plugin's conditions take (name, parameter).
+    # megatron-core passes (parameter, name), but the plugin's conditions take (name, parameter).
     matches = kinds.ParamWithNamePredicate(name=name, fn=lambda parameter, full: condition(full, parameter))
     return kinds.ParamKey(with_name_predicate=matches)
 
 
 def build_schedule(optimizer: Any, args: Mapping[str, Any]) -> Any:
-    """Make megatron-core's schedule of an optimizer.
+    """Create megatron-core's scheduler for an optimizer.
 
     Args:
-        optimizer: The optimizer, of megatron-core.
+        optimizer: The optimizer of megatron-core.
         args: Settings by Megatron-LM's names.
 
     Raises:
@@ -189,7 +189,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     decay = samples("lr_decay_iters", "lr_decay_samples") or train
     if decay is None:
         raise ValueError(
-            "Megatron-LM's schedule has no length: give MegatronLMDummyScheduler(total_num_steps=...), or "
+            "Megatron-LM's schedule has no length: pass MegatronLMDummyScheduler(total_num_steps=...), or "
             "MegatronLMPlugin(train_iters=...)."
         )
     warmup = samples("lr_warmup_iters", "lr_warmup_samples") or 0
@@ -198,7 +198,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     ending = samples("lr_wsd_decay_iters", "lr_wsd_decay_samples")
     if args["lr_decay_style"] == "WSD" and ending is None:
         raise ValueError(
-            "lr_decay_style='WSD' decays at the end alone: say over how many steps, with "
+            "lr_decay_style='WSD' decays only at the end: set the number of steps with "
             "other_megatron_args={'lr_wsd_decay_iters': ...} (or lr_wsd_decay_samples)."
         )
     return {
@@ -213,7 +213,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         "lr_decay_style": args["lr_decay_style"],
         "start_wd": args["start_weight_decay"],
         "end_wd": args["end_weight_decay"],
-        # Over the whole training, also where the decay of the learning rate ends earlier.
+        # Over the full training, even if the learning rate stops decaying earlier.
         "wd_incr_steps": train if train is not None else decay,
         "wd_incr_style": args["weight_decay_incr_style"],
     }

@@ -1,4 +1,4 @@
-"""Settings of MegatronLMPlugin that exclude each other, or that nothing would read."""
+"""Settings of MegatronLMPlugin that exclude each other, or have no effect."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LOOP = "an option of Megatron-LM's training loop; log with Accelerator(log_with
 
 
 def check_conflicts(plugin: Any) -> None:
-    """Reject settings of which megatron-core would read one and drop another.
+    """Reject settings that exclude each other: megatron-core would read only one of them.
 
     Args:
         plugin: The plugin, with the environment's values.
 
     Raises:
-        ValueError: If there are any; the message says which to leave out.
+        ValueError: If there are any; the message names those to leave out.
     """
     for names in _ONE_OF:
         settings = [f"{name}={getattr(plugin, name)}" for name in names if getattr(plugin, name) is not None]
@@ -49,7 +49,7 @@ def check_conflicts(plugin: Any) -> None:
     if plugin.pipeline_model_parallel_split_rank is not None:
         raise ValueError(
             f"pipeline_model_parallel_split_rank={plugin.pipeline_model_parallel_split_rank}: megatron-core "
-            "places encoder and decoder by itself. Leave it out."
+            "places encoder and decoder itself. Leave it out."
         )
     if plugin.use_precision_aware_optimizer and not plugin.use_distributed_optimizer:
         raise ValueError(
@@ -59,7 +59,7 @@ def check_conflicts(plugin: Any) -> None:
 
 
 def check_transformer_engine(plugin: Any) -> None:
-    """Reject settings that layers of Transformer Engine alone can do, where it is not installed.
+    """Reject settings that need Transformer Engine if it is not installed.
 
     Args:
         plugin: The plugin.
@@ -70,7 +70,7 @@ def check_transformer_engine(plugin: Any) -> None:
     if is_package_available("transformer_engine"):
         return
     names = ["use_precision_aware_optimizer"] if plugin.use_precision_aware_optimizer else []
-    if plugin.custom_model_provider_function is None:  # others have their own layers
+    if plugin.custom_model_provider_function is None:  # custom models have their own layers
         names += ["sequence_parallelism"] if plugin.sequence_parallelism else []
         names += ["context_parallel_size"] if (plugin.context_parallel_size or 1) > 1 else []
         names += ["attention_backend"] if plugin.attention_backend in ("flash", "fused") else []
@@ -78,7 +78,7 @@ def check_transformer_engine(plugin: Any) -> None:
         requested = ", ".join(f"{name}={getattr(plugin, name)!r}" for name in names)
         raise ImportError(
             f"MegatronLMPlugin({requested}) needs Transformer Engine, which is not installed: "
-            "megatron-core's own layers and optimizers cannot do it. Install it with: "
+            "megatron-core's own layers and optimizers do not support it. Install it with: "
             f"{install_hint('transformer-engine')}, or leave it out."
         )
 
@@ -92,7 +92,7 @@ def warn_of_unused(plugin: Any) -> None:
     reasons = {
         "tensorboard_dir": _LOOP,
         "set_all_logging_options": _LOOP,
-        "lr_mult": "" if plugin.scale_lr_cond else "it counts for the parameters that scale_lr_cond chooses",
+        "lr_mult": "" if plugin.scale_lr_cond else "it applies to the parameters that scale_lr_cond chooses",
         "custom_train_step_kwargs": "" if plugin.custom_train_step_class else "of custom_train_step_class",
         "overlap_cpu_optimizer_d2h_h2d": "" if plugin.optimizer_cpu_offload else "of optimizer_cpu_offload",
         "expert_tensor_parallel_size": (
@@ -100,10 +100,10 @@ def warn_of_unused(plugin: Any) -> None:
         ),
     }
     if not plugin.megatron_dataset_flag:
-        reasons |= dict.fromkeys(_OF_DATASETS, "of Megatron's datasets, and megatron_dataset_flag=False")
+        reasons |= dict.fromkeys(_OF_DATASETS, "of Megatron's datasets, but megatron_dataset_flag=False")
     defaults = {field.name: field.default for field in dataclasses.fields(plugin)}
     unused = {name: getattr(plugin, name) for name, reason in reasons.items() if reason}
-    # False asks for nothing, whatever the default is.
+    # False requests nothing, whatever the default is.
     unread = [name for name, value in unused.items() if value is not False and value != defaults[name]]
     warn_of_ignored(plugin, {name: reasons[name] for name in unread})
 

@@ -14,14 +14,14 @@ _PARSERS: dict[str, Parser] = {}
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
-    """Decorate a function that describes models of a kind to Megatron-LM.
+    """Decorate a function that translates the configuration of a kind of model to Megatron-LM.
 
     Args:
         model_type: The `model_type` of their configuration.
 
     Returns:
         A decorator for a function `(plugin, model, batch_data)` that returns settings by Megatron-LM's names.
-        They are to hold "model_type_name" ("gpt", "bert" or "t5"), the sizes ("num_layers", "hidden_size",
+        They must contain "model_type_name" ("gpt", "bert" or "t5"), the sizes ("num_layers", "hidden_size",
         "num_attention_heads", "max_position_embeddings", "padded_vocab_size" ...) and "seq_length".
     """
 
@@ -33,21 +33,21 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 
 
 def parse_model_config(plugin: Any, model: torch.nn.Module, batch_data: Any) -> dict[str, Any]:
-    """Describe a model by Megatron-LM's names.
+    """Translate a model's configuration to Megatron-LM's names.
 
     Args:
-        plugin: The plugin, whose settings come first.
-        model: A model with a configuration of transformers' kind.
+        plugin: The plugin, whose settings take precedence.
+        model: A model with a configuration as in transformers.
         batch_data: A batch, or None.
 
     Raises:
-        ValueError: If its kind is not known; the message lists the known ones.
+        ValueError: If its kind is unknown; the message lists the supported ones.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind not in _PARSERS:
         raise ValueError(
-            f"{type(model).__name__} (model_type {kind!r}) is not known to Megatron-LM here; known: "
+            f"{type(model).__name__} (model_type {kind!r}) is not supported under Megatron-LM; supported: "
             f"{', '.join(sorted(_PARSERS))}. Describe it with add_model_config_to_megatron_parser, or give "
             "MegatronLMPlugin(custom_model_provider_function=...)."
         )
@@ -100,7 +100,7 @@ def _gpt2(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
 @add_model_config_to_megatron_parser("llama")
 def _llama(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
-    # transformers 5 has it there, older versions next to it.
+    # In it since transformers 5, next to it in older versions.
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     return {
         "model_type_name": "gpt",
@@ -113,7 +113,7 @@ def _llama(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "padded_vocab_size": _padded(config.vocab_size, plugin),
         "layernorm_epsilon": config.rms_norm_eps,
         "attention_dropout": config.attention_dropout,
-        # Llama has dropout in attention alone.
+        # Llama has dropout only in attention.
         "hidden_dropout": 0.0,
         "init_method_std": config.initializer_range,
         "seq_length": _length(plugin, batch_data, config.max_position_embeddings),
@@ -146,7 +146,7 @@ def _bert(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "seq_length": _length(plugin, batch_data, config.max_position_embeddings),
         "num_labels": config.num_labels,
         "num_tokentypes": config.type_vocab_size,
-        # By the class's name, as the configuration does not say what the model is for.
+        # By the class's name, as the configuration does not name the task.
         "pretraining_flag": "pretraining" in kind or "maskedlm" in kind,
         "bert_binary_head": "pretraining" in kind,
         "share_embeddings_and_output_weights": True,
@@ -164,7 +164,7 @@ def _t5(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "kv_channels": config.d_kv,
         "ffn_hidden_size": config.d_ff,
-        # Configurations of T5 need not have it: its positions are relative.
+        # May be missing in configurations of T5, whose positions are relative.
         "max_position_embeddings": config.n_positions if hasattr(config, "n_positions") else 512,
         "padded_vocab_size": _padded(config.vocab_size, plugin),
         "layernorm_epsilon": config.layer_norm_epsilon,

@@ -1,4 +1,4 @@
-"""The settings of Megatron-LM, and how a script's model, optimizer and schedule are described to it."""
+"""The settings of Megatron-LM, some of them from a script's model, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RENAMED = {
     "gradient_clipping": "clip_grad",
     "sequence_parallelism": "sequence_parallel",
 }
-# Fields that are no arguments of Megatron-LM.
+# Fields that are not arguments of Megatron-LM.
 _ACCEL_FIELDS = frozenset(
     {
         "is_train_batch_min",
@@ -37,16 +37,16 @@ _COUNTS = ("tp_degree", "pp_degree", "num_micro_batches")
 class MegatronLMPlugin:
     """Train under Megatron-LM: tensor, pipeline, sequence, context and expert parallelism.
 
-    What is left at None is read from its MEGATRON_LM_* variable, which the launcher's flags set.
+    Arguments that are None are read from their MEGATRON_LM_* variables, which the launcher's flags set.
 
     Args:
         tp_degree: Processes that split each layer's weights; default 1.
         pp_degree: Pipeline stages; default 1.
         use_custom_fsdp: Use Megatron's own FSDP.
         overlap_cpu_optimizer_d2h_h2d: Overlap the offloaded optimizer's copies with its step.
-        no_load_optim: Leave optimizer states out in `load_state`.
-        eod_mask_loss: Leave the loss of end-of-document tokens out (Megatron's datasets).
-        no_save_optim: Leave optimizer states out in `save_state`.
+        no_load_optim: Do not load optimizer states in `load_state`.
+        eod_mask_loss: Mask the loss of end-of-document tokens (Megatron's datasets).
+        no_save_optim: Do not save optimizer states in `save_state`.
         optimizer_cpu_offload: Keep optimizer states on the CPU.
         use_precision_aware_optimizer: Keep optimizer states in lower precision.
         decoder_last_pipeline_num_layers: Decoder layers on the last pipeline stage.
@@ -54,8 +54,8 @@ class MegatronLMPlugin:
         recompute_method: Which layers are, with "full": "uniform" or "block".
         recompute_num_layers: Layers of each recomputed piece.
         attention_backend: Attention kernel: "flash", "fused", "unfused", "local" or "auto"; True is "auto".
-        expert_model_parallel_size: Processes that share the experts out.
-        context_parallel_size: Processes that share sequences out.
+        expert_model_parallel_size: Processes over which experts are split.
+        context_parallel_size: Processes over which sequences are split.
         attention_dropout: Dropout of attention weights; default: the model's.
         hidden_dropout: Dropout of hidden states; default: the model's.
         attention_softmax_in_fp32: Compute the attention's softmax in fp32.
@@ -63,12 +63,12 @@ class MegatronLMPlugin:
         calculate_per_token_loss: Average the loss over the tokens of all micro-batches, rather than over the
             micro-batches.
         use_rotary_position_embeddings: Use rotary position embeddings in place of learned ones.
-        num_micro_batches: Micro-batches of one step; default 1. A loader's batch size is that of one of them,
-            and one batch of the prepared loader holds them all.
-        gradient_clipping: Largest norm of the gradients; 0 clips nothing; default 1.0.
-        sequence_parallelism: Share activations along the sequence among the processes of `tp_degree`.
-        recompute_activations: The short form of recompute_granularity="selective".
-        use_distributed_optimizer: Share optimizer states among the data-parallel processes.
+        num_micro_batches: Micro-batches of one step; default 1. A loader's batch size is that of one
+            micro-batch, and one batch of the prepared loader has all of them.
+        gradient_clipping: Largest norm of the gradients; 0 disables clipping; default 1.0.
+        sequence_parallelism: Shard activations along the sequence over the processes of `tp_degree`.
+        recompute_activations: Short for recompute_granularity="selective".
+        use_distributed_optimizer: Shard optimizer states over the data-parallel processes.
         pipeline_model_parallel_split_rank: First pipeline stage of the decoder; megatron-core has no such
             setting.
         num_layers_per_virtual_pipeline_stage: Layers of each piece when a process has several.
@@ -83,39 +83,39 @@ class MegatronLMPlugin:
         lr_decay_samples: The same in samples.
         lr_warmup_iters: Steps over which the learning rate grows; default: the schedule's.
         lr_warmup_samples: The same in samples.
-        lr_warmup_fraction: The same as a share of the decay.
+        lr_warmup_fraction: The same as a fraction of the decay.
         min_lr: Smallest learning rate.
         consumed_samples: Samples of training, validation and test sets that earlier runs have used.
         no_wd_decay_cond: Called with a parameter's name and the parameter; True: no weight decay. By default
             biases and vectors have none.
         scale_lr_cond: Called with the same; True: its learning rate is multiplied by `lr_mult`.
-        lr_mult: See there.
+        lr_mult: See `scale_lr_cond`.
         megatron_dataset_flag: Whether batches are those of Megatron's datasets.
         seq_length: Tokens per sequence of Megatron's datasets; default: the model's longest.
-        encoder_seq_length: The same of an encoder.
-        decoder_seq_length: The same of a decoder.
+        encoder_seq_length: The same for an encoder.
+        decoder_seq_length: The same for a decoder.
         tensorboard_dir: Where Megatron-LM's own training loop would log; ignored with a warning, see
             `log_with`.
         set_all_logging_options: The same.
         eval_iters: Batches of each evaluation of Megatron's datasets.
         eval_interval: Steps between evaluations of Megatron's datasets.
-        return_logits: Return logits beside losses.
-        custom_train_step_class: An `AbstractTrainStep` of your own; an instance is made as
+        return_logits: Return logits in addition to losses.
+        custom_train_step_class: A subclass of `AbstractTrainStep`, instantiated as
             `custom_train_step_class(accelerator, args, **custom_train_step_kwargs)`.
-        custom_train_step_kwargs: See there.
-        custom_model_provider_function: Called as `(pre_process, post_process)`; returns this process's part
+        custom_train_step_kwargs: See `custom_train_step_class`.
+        custom_model_provider_function: Called as `(pre_process, post_process)`; returns this process's layers
             of a megatron-core model, with its own configuration.
-        custom_prepare_model_function: Called with the list of this process's model parts before they are
+        custom_prepare_model_function: Called with the list of this process's model chunks before they are
             wrapped; returns such a list.
         custom_megatron_datasets_provider_function: Called with the numbers of training, validation and test
             samples; returns the datasets.
-        custom_get_batch_function: In place of the train step's `get_batch`.
-        custom_loss_function: In place of the train step's loss function.
+        custom_get_batch_function: Replaces the train step's `get_batch`.
+        custom_loss_function: Replaces the train step's loss function.
         other_megatron_args: Further settings, by the names of megatron-core's configuration classes; they
-            come before what the model and the optimizer say.
+            take precedence over those of the model and the optimizer.
 
     Raises:
-        ValueError: If a value is not allowed, or two settings say the same.
+        ValueError: If a value is not allowed, or two settings mean the same.
     """
 
     tp_degree: int | None = from_env("MEGATRON_LM_TP_DEGREE")
@@ -192,7 +192,7 @@ class MegatronLMPlugin:
             value = getattr(self, name)
             # bool is an int to isinstance.
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it takes an integer of at least 1.")
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
         # A flag of the launcher, and a name in scripts; `in (True, False)` would take 1 and 0 too.
         if self.attention_backend is True or self.attention_backend is False:
             self.attention_backend = "auto" if self.attention_backend else None
@@ -202,30 +202,30 @@ class MegatronLMPlugin:
         warn_of_unused(self)
         # Of the training, validation and test sets.
         self.consumed_samples = self.consumed_samples or [0, 0, 0]
-        # What a schedule has filled in, to be forgotten with it.
+        # Settings filled in from a scheduler, to be reset with it.
         self._of_schedule: set[str] = set()
         self.megatron_lm_default_args: dict[str, Any] = {
             _RENAMED.get(field.name, field.name): getattr(self, field.name)
             for field in dataclasses.fields(self)
-            # The other fields are computed from what is prepared.
+            # The other fields are computed from the prepared objects.
             if field.init
             and field.name not in _ACCEL_FIELDS
             and not field.name.startswith(("custom_", "tensorboard"))
         } | (self.other_megatron_args or {})
 
     def _note(self, found: dict[str, Any]) -> None:
-        """Record a setting of an object; the user's settings take precedence."""
+        """Record settings of an object; the user's settings take precedence."""
         self.megatron_lm_default_args.update(found | (self.other_megatron_args or {}))
 
     def set_network_size_args(self, model: torch.nn.Module, batch_data: Any = None) -> None:
-        """Describe a model to Megatron-LM, from its `config`.
+        """Set the model's settings, from its `config`.
 
         Args:
-            model: A model with a configuration of transformers' kind.
-            batch_data: A batch; `seq_length` is that of its "input_ids" where it is not set.
+            model: A model with a configuration as in transformers.
+            batch_data: A batch; `seq_length` is that of its "input_ids" if it is not set.
 
         Raises:
-            ValueError: If its kind is not known; the message lists the known ones.
+            ValueError: If its kind is unknown; the message lists the supported ones.
         """
         self._note(parse_model_config(self, model, batch_data))
 
@@ -264,7 +264,7 @@ class MegatronLMPlugin:
         )
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Describe an optimizer to Megatron-LM, which creates its own.
+        """Set the settings of an optimizer; Megatron-LM creates its own.
 
         Args:
             optimizer: One of the Adam family or SGD, or a `DummyOptim`.
@@ -278,14 +278,14 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[f"{end}_weight_decay"] = decay if value is None else value
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Describe a scheduler to Megatron-LM, which creates its own.
+        """Set the settings of a scheduler; Megatron-LM creates its own.
 
         Args:
             scheduler: A `MegatronLMDummyScheduler`. Like the schedules of other engines, it counts the steps
                 that one process would need.
 
         Raises:
-            ValueError: If its length is another than that of `train_iters` or `train_samples`.
+            ValueError: If its length differs from `train_iters` or `train_samples`.
         """
         args = self.megatron_lm_default_args
         if scheduler.total_num_steps is not None:
@@ -295,7 +295,7 @@ class MegatronLMPlugin:
                 args["train_iters"] = steps
                 self._of_schedule.add("train_iters")
         unset = all(args[f"lr_warmup_{unit}"] is None for unit in ("iters", "samples", "fraction"))
-        # Divided, as schedules count the steps of one process, several of which are one of all.
+        # Divided, as schedulers count the steps of one process, several of which make one of the run.
         if unset and scheduler.warmup_num_steps:
             args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.scheduler_steps_per_step
             self._of_schedule.add("lr_warmup_iters")
@@ -306,7 +306,7 @@ class MegatronLMPlugin:
         self._of_schedule.clear()
 
     def _check_length(self, scheduler: Any, steps: int) -> None:
-        """Reject a schedule of another length than the user's; `steps` are those of all processes."""
+        """Reject a schedule whose length differs from the user's; `steps` are those of the run."""
         lengths = {name: getattr(self, name) for name in ("train_iters", "train_samples")}
         lengths |= {
             name: (self.other_megatron_args or {}).get(name, value) for name, value in lengths.items()
@@ -323,9 +323,9 @@ class MegatronLMPlugin:
             return
         raise ValueError(
             f"MegatronLMPlugin({plugin}) and {type(scheduler).__name__}(total_num_steps="
-            f"{scheduler.total_num_steps}) say different lengths of training: total_num_steps counts the "
-            f"steps of one process, for {self.scheduler_steps_per_step} of which all make one, so that it is "
-            f"{schedule}. Leave one of them out, or give the same."
+            f"{scheduler.total_num_steps}) disagree about the length of training: total_num_steps counts "
+            f"the steps of one process, {self.scheduler_steps_per_step} of which make one of the run, so it "
+            f"is {schedule}. Leave one of them out, or set the same."
         )
 
     def set_tensorboard_logging_options(self) -> None:
@@ -343,16 +343,16 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     rates = {group["lr"] for group in groups}
     if len(rates) > 1:
         raise ValueError(
-            f"{type(optimizer).__name__} has groups with different learning rates ({sorted(rates)}), and "
-            "Megatron-LM makes its own groups. Give scale_lr_cond and lr_mult to MegatronLMPlugin."
+            f"{type(optimizer).__name__} has groups with different learning rates ({sorted(rates)}), but "
+            "Megatron-LM makes its own groups. Set scale_lr_cond and lr_mult of MegatronLMPlugin."
         )
     first = groups[0]
-    # The largest decay: megatron-core itself makes the groups without any.
+    # The largest decay: megatron-core itself makes the groups without weight decay.
     found = {"lr": first["lr"], "weight_decay": max(group.get("weight_decay", 0.0) for group in groups)}
     if "sgd" in kind:
         return found | {"optimizer": "sgd", "sgd_momentum": first.get("momentum", 0.0)}
     beta1, beta2 = first.get("betas", (0.9, 0.999))
-    # Adam's decay is that of L2 regularisation, AdamW's is not part of the gradient.
+    # Adam's decay is L2 regularisation; AdamW's is decoupled from the gradient.
     decoupled = first.get("decoupled_weight_decay", kind != "adam")
     found |= {"optimizer": "adam", "decoupled_weight_decay": decoupled}
     return found | {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": first.get("eps", 1e-8)}

@@ -39,7 +39,7 @@ def core(module: str) -> Any:
     Raises:
         ImportError: If it is not installed; the message names the command that installs it.
     """
-    # The package by itself first, whose absence is another error than that of a module in it.
+    # First the package: that it is missing is another error than a missing module in it.
     require("megatron.core", "megatron")
     return require(f"megatron.core.{module}", "megatron")
 
@@ -55,30 +55,30 @@ def fields_of(kind: Any) -> set[str]:
 
 
 def check_device(device: torch.device) -> None:
-    """Reject devices that megatron-core does not compute on.
+    """Reject devices that megatron-core does not support.
 
     Raises:
-        ValueError: If it is no CUDA device.
+        ValueError: If it is not a CUDA device.
     """
     if device.type != "cuda":
         raise ValueError(
-            "Megatron-LM trains on CUDA devices, where megatron-core allocates its tensors, and this process "
+            "Megatron-LM trains on CUDA devices, where megatron-core allocates its tensors, but this process "
             f"runs on {device}. Train with ParallelismConfig(tp_size=...) and FSDP2 instead, which run here."
         )
 
 
 def start(args: Mapping[str, Any], process: ProcessInfo) -> None:
-    """Make the process groups, and seed the generators of tensor parallelism; idempotent.
+    """Create the process groups, and seed the generators of tensor parallelism; idempotent.
 
     Args:
         args: Settings by Megatron-LM's names.
         process: This process.
 
     Raises:
-        ValueError: If the processes cannot be arranged as the settings say, or another Accelerator has
-            arranged them otherwise.
+        ValueError: If the sizes do not fit the number of processes, or differ from those of another
+            Accelerator.
     """
-    # Virtual stages depend on the model's layers, which are not known yet; `build` says how many.
+    # Virtual stages depend on the model's layers, which are unknown here; `build` sets their number.
     sizes = parallel_arguments({**args, "num_layers_per_virtual_pipeline_stage": None})
     model = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -97,7 +97,7 @@ def start(args: Mapping[str, Any], process: ProcessInfo) -> None:
     if state.model_parallel_is_initialized():
         _check_same(state, sizes)
         return
-    # Megatron-core's groups are global in its module: one arrangement for all models of a process.
+    # megatron-core's groups are global: all models of a process use the same ones.
     state.initialize_model_parallel(**sizes)
     # One seed for all, from which megatron-core derives those of tensor-parallel ranks; its generators take
     # 31 bits.
@@ -106,13 +106,13 @@ def start(args: Mapping[str, Any], process: ProcessInfo) -> None:
 
 
 def _follow_group(state: Any) -> None:
-    """Make megatron-core forget the groups of a process group that is gone, or about to be."""
+    """Make megatron-core forget the groups of a process group that is, or is about to be, destroyed."""
     global _group
     now = dist.group.WORLD
     if _group is not None and _group() is not now:
         state.destroy_model_parallel()
     _group = weakref.ref(now)
-    # Its groups go before the default one, which they were made from.
+    # Its groups are destroyed before the default one, from which they were created.
     rendezvous.before_destroy(state.destroy_model_parallel)
 
 
@@ -122,6 +122,6 @@ def _check_same(state: Any, sizes: Mapping[str, Any]) -> None:
     wanted = {**dict.fromkeys(_SIZES, 1), "expert_tensor_parallel_size": tensor, **sizes}
     if existing != wanted:
         raise ValueError(
-            f"megatron-core's processes are arranged with {existing} already, and this MegatronLMPlugin asks "
-            f"for {wanted}. One program has one arrangement at a time: call end_training() before the next."
+            f"megatron-core already has process groups with {existing}, but this MegatronLMPlugin needs "
+            f"{wanted}. A program has one arrangement at a time: call end_training() before the next."
         )

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine(torch.nn.Module):
-    """This process's chunks of a model, called with a batch like a model of transformers.
+    """This process's chunks of a model, called with a batch, as a model of transformers.
 
     In training mode a call runs forward and backward over all micro-batches and leaves the reduced gradients
-    for `optimizer.step()`; in evaluation mode it runs forward alone.
+    for `optimizer.step()`; in evaluation mode it runs only forward.
 
     Args:
         model_chunks: The wrapped chunks, several with virtual pipeline stages.
-        step: What a batch is, and what its loss is.
+        step: The batch, forward pass and loss of this kind of model.
         num_micro_batches: Micro-batches per call.
     """
 
@@ -47,7 +47,7 @@ class MegatronEngine(torch.nn.Module):
         return core("utils").get_model_config(self.module[0])
 
     def attach(self, optimizer: MegatronLMOptimizerWrapper) -> None:
-        """Train with an optimizer: schedules ask it for the loss scale, and finalise gradients for it.
+        """Train with an optimizer: schedules get the loss scale from it, and finalise its gradients.
 
         Args:
             optimizer: The wrapped optimizer.
@@ -57,25 +57,25 @@ class MegatronEngine(torch.nn.Module):
         config.grad_scale_func = optimizer.optimizer.scale_loss
         config.finalize_model_grads_func = core("distributed").finalize_model_grads
         syncs = [chunk.no_sync for chunk in self.model_chunks]
-        # megatron-core takes a list for virtual stages, otherwise the function itself.
+        # megatron-core takes a list for virtual stages, otherwise one function.
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
     def forward(self, **batch: Any) -> StepOutput:
         """Run a batch's micro-batches.
 
         Args:
-            **batch: Tensors whose first dimension is that of the samples.
+            **batch: Tensors whose first dimension is the batch.
 
         Returns:
-            The mean loss, on all processes; logits on the last pipeline stage where they are asked for.
+            The mean loss, on all processes; logits on the last pipeline stage, with `return_logits`.
 
         Raises:
-            ValueError: If the samples cannot be divided into micro-batches, or the model is to be trained
+            ValueError: If the samples cannot be divided into micro-batches, or the model is in training mode
                 without an optimizer.
         """
         if self.training and self.optimizer is None:
             raise ValueError(
-                "The model was prepared without an optimizer, so that Megatron-LM cannot train it. Pass "
+                "The model was prepared without an optimizer, so Megatron-LM cannot train it. Pass "
                 "both to one call of prepare(), or call model.eval()."
             )
         samples = find_batch_size(batch)
@@ -85,7 +85,7 @@ class MegatronEngine(torch.nn.Module):
                 f"{self.num_micro_batches}. Set drop_last=True in the DataLoader."
             )
         if self.training:
-            # Gradients of the call before go, whether they were used or not: one call is one step.
+            # Gradients of the previous call are dropped, even if unused: one call is one step.
             self._clear()
         reported = self._run(batch, samples // self.num_micro_batches)
         if self.training:
@@ -100,7 +100,7 @@ class MegatronEngine(torch.nn.Module):
     def _clear(self) -> None:
         assert self.optimizer is not None, "it is training"
         for chunk in self.model_chunks:
-            # megatron-core's DDP adds gradients up in its own buffers, which `zero_grad` of the optimizer
+            # megatron-core's DDP accumulates gradients in its own buffers, which `zero_grad` of the optimizer
             # leaves.
             chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
@@ -112,7 +112,7 @@ class MegatronEngine(torch.nn.Module):
         model_chunks = self.model_chunks
         found = schedule(
             forward_step_func=self.train_step.forward_step,  # type: ignore[attr-defined]
-            # One for each virtual stage, as each of them reads all micro-batches.
+            # One iterator per virtual stage, as each reads all micro-batches.
             data_iterator=[self._micro_batches(batch, size) for _ in model_chunks],
             model=model_chunks,
             num_microbatches=self.num_micro_batches,
@@ -127,13 +127,13 @@ class MegatronEngine(torch.nn.Module):
             yield slice_tensors(batch, slice(start, start + size))
 
     def _shared_loss(self, reported: list[dict[str, Any]]) -> torch.Tensor:
-        """The mean of the micro-batches' losses of the last pipeline stage, on all stages."""
+        """Return the mean loss of the micro-batches, from the last pipeline stage, on all stages."""
         state = parallel_state()
         device = next(self.parameters()).device
         losses = [report["loss"].detach().reshape(()).float() for report in reported]
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
         if state.get_pipeline_model_parallel_world_size() > 1:
             source = state.get_pipeline_model_parallel_last_rank()
-            # The last stage alone computes losses, and loops print them on the first.
+            # Only the last stage computes losses, but loops print them on the first.
             dist.broadcast(mean, source, group=state.get_pipeline_model_parallel_group())
         return mean

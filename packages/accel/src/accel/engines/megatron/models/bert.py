@@ -1,4 +1,4 @@
-"""BERT under Megatron-LM: pretraining, and classification with a model of the user's."""
+"""BERT under Megatron-LM: pretraining, and classification with a user's model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from accel.engines.megatron.models.steps import (
 class BertTrainStep(AbstractTrainStep):
     """Batches and losses of BERT models.
 
-    A batch of transformers' kind has "input_ids", "attention_mask", "token_type_ids", "labels" (-100: not
-    masked) and "next_sentence_label". One of Megatron's datasets has "text", "padding_mask", "types",
+    A batch as for transformers has "input_ids", "attention_mask", "token_type_ids", "labels" (-100: not
+    masked) and "next_sentence_label". A batch of Megatron's datasets has "text", "padding_mask", "types",
     "labels", "loss_mask" and "is_random".
 
     Args:
@@ -36,10 +36,10 @@ class BertTrainStep(AbstractTrainStep):
         self.forward_step = self.get_forward_step_func(args.pretraining_flag, args.bert_binary_head)
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that makes a model's inputs of a micro-batch.
+        """Return the function that makes a model's inputs from a micro-batch.
 
         Args:
-            accelerator: The Accelerator; its plugin's `custom_get_batch_function` comes first.
+            accelerator: The Accelerator; its plugin's `custom_get_batch_function` takes precedence.
             megatron_dataset_flag: Whether batches are those of Megatron's datasets.
         """
         custom = accelerator.state.megatron_lm_plugin.custom_get_batch_function
@@ -48,12 +48,12 @@ class BertTrainStep(AbstractTrainStep):
     def get_loss_func(  # type: ignore[override]  # as documented
         self, accelerator: Any, pretraining_flag: bool, num_labels: int
     ) -> Callable[..., Any]:
-        """Return the function that computes the loss of a model's output.
+        """Return the function that computes the loss from a model's output.
 
         Args:
-            accelerator: The Accelerator; its plugin's `custom_loss_function` comes first.
+            accelerator: The Accelerator; its plugin's `custom_loss_function` takes precedence.
             pretraining_flag: Whether masked tokens (and the order of sentences) are learned.
-            num_labels: Of classification; 1 for regression.
+            num_labels: Number of classes; 1 for regression.
         """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_loss_function is not None:
@@ -124,7 +124,7 @@ def _of_transformers(data_iterator: Any) -> tuple[Any, ...]:
     tokens, labels = batch["input_ids"], batch["labels"]
     types = batch.get("token_type_ids", torch.zeros_like(tokens))
     mask = batch.get("attention_mask", torch.ones_like(tokens))
-    if labels.shape != tokens.shape:  # of classes, not of tokens
+    if labels.shape != tokens.shape:  # labels of classes, not of tokens
         return tokens, types, None, None, labels, mask
     loss_mask = labels != -100
     order = batch.get("next_sentence_label")

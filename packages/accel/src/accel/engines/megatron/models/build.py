@@ -19,7 +19,7 @@ from accel_state.imports.packages import is_package_available
 if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
-# Settings in addition to those of the configuration classes.
+# Settings that are not fields of the configuration classes.
 _READ_HERE = (
     "position_embedding_type",
     "rotary_base",
@@ -44,7 +44,7 @@ def check_other_arguments(settings: Mapping[str, Any]) -> None:
         settings: Settings by Megatron-LM's names.
 
     Raises:
-        ValueError: If there are any; the message names the nearest known one.
+        ValueError: If there are any; the message suggests the closest name.
     """
     kinds = (
         core("transformer").TransformerConfig,
@@ -69,7 +69,7 @@ def transformer_config(args: Mapping[str, Any]) -> Any:
         backends = core("transformer.enums").AttnBackend
         if args["attention_backend"] not in backends.__members__:
             raise ValueError(
-                f"attention_backend={args['attention_backend']!r} is not known; allowed: "
+                f"attention_backend={args['attention_backend']!r} is unknown; allowed: "
                 f"{', '.join(backends.__members__)}."
             )
         found["attention_backend"] = backends[args["attention_backend"]]
@@ -77,19 +77,19 @@ def transformer_config(args: Mapping[str, Any]) -> Any:
 
 
 def build(plugin: MegatronLMPlugin) -> list[Any]:
-    """Make this process's chunks of a model: one, or several with virtual pipeline stages.
+    """Create this process's chunks of a model: one, or several with virtual pipeline stages.
 
     Args:
-        plugin: The plugin, with the model described.
+        plugin: The plugin, after it has been set up for the model.
     """
     args = plugin.megatron_lm_default_args
     state = parallel_state()
     config = transformer_config(args)
     model_chunks = []
     stages = config.virtual_pipeline_model_parallel_size
-    state.set_virtual_pipeline_model_parallel_world_size(stages)  # the model says how many
+    state.set_virtual_pipeline_model_parallel_world_size(stages)  # depends on the model
     for stage in range(stages or 1):
-        # megatron-core ignores virtual stages where it is not asked to count them.
+        # megatron-core ignores virtual stages unless it is told to count them.
         place = {"ignore_virtual": False, "vp_stage": stage if stages else None}
         ends = state.is_pipeline_first_stage(**place), state.is_pipeline_last_stage(**place)
         if plugin.custom_model_provider_function is not None:
@@ -108,7 +108,7 @@ def wrap(model_chunks: list[Any], args: Mapping[str, Any], device: torch.device)
     Args:
         model_chunks: The chunks.
         args: Settings by Megatron-LM's names.
-        device: Where to.
+        device: Device of the weights.
     """
     distributed = core("distributed")
     kind = distributed.DistributedDataParallelConfig
@@ -137,7 +137,7 @@ def optimizer_config(args: Mapping[str, Any]) -> Any:
         args: Settings by Megatron-LM's names.
     """
     kind = core("optimizer").OptimizerConfig
-    # By the fields that this version of megatron-core has: they differ between releases.
+    # Only fields that this version of megatron-core has: they differ between releases.
     return kind(**optimizer_arguments(args, fields_of(kind)))
 
 
@@ -175,7 +175,7 @@ def _bert(
 ) -> Any:
     if not args["pretraining_flag"]:
         raise ValueError(
-            "A BERT model with a head for classification: megatron-core has BERT for pretraining alone. Give "
+            "A BERT model with a head for classification: megatron-core only has BERT for pretraining. Set "
             "MegatronLMPlugin(custom_model_provider_function=...), or train with ParallelismConfig."
         )
     return core("models.bert.bert_model").BertModel(

@@ -15,8 +15,8 @@ from accel.engines.megatron.runtime import core
 class GPTTrainStep(AbstractTrainStep):
     """Batches and losses of GPT models.
 
-    A batch of transformers' kind has "input_ids" and, on request, "labels" (-100: not counted; those of the
-    next token, which are shifted here) and "attention_mask". One of Megatron's datasets has "tokens",
+    A batch as for transformers has "input_ids" and, optionally, "labels" (-100: not counted; they are shifted
+    here) and "attention_mask". A batch of Megatron's datasets has "tokens",
     "labels", "loss_mask" and "position_ids".
 
     Args:
@@ -32,10 +32,10 @@ class GPTTrainStep(AbstractTrainStep):
         self.return_logits = accelerator.state.megatron_lm_plugin.return_logits
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that makes a model's inputs of a micro-batch.
+        """Return the function that makes a model's inputs from a micro-batch.
 
         Args:
-            accelerator: The Accelerator; its plugin's `custom_get_batch_function` comes first.
+            accelerator: The Accelerator; its plugin's `custom_get_batch_function` takes precedence.
             megatron_dataset_flag: Whether batches are those of Megatron's datasets.
         """
         custom = accelerator.state.megatron_lm_plugin.custom_get_batch_function
@@ -45,7 +45,7 @@ class GPTTrainStep(AbstractTrainStep):
         """Return the function that averages the losses of tokens.
 
         Args:
-            accelerator: The Accelerator; its plugin's `custom_loss_function` comes first.
+            accelerator: The Accelerator; its plugin's `custom_loss_function` takes precedence.
         """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_loss_function is not None:

@@ -42,10 +42,10 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return a function `(data_iterator, model)` that returns outputs and a function of their loss.
+        """Return a function `(data_iterator, model)` that returns outputs and their loss function.
 
-        That function takes the outputs and returns the loss and a dictionary with what is reported of it: its
-        "loss" becomes that of the step, and its "logits", if there are any, those of the output.
+        That function takes the outputs and returns the loss and a dictionary of reported values: "loss" is
+        the loss of the step, and "logits", if any, are returned with the output.
         """
 
     @abstractmethod
@@ -54,7 +54,7 @@ class AbstractTrainStep(ABC):
 
 
 def next_batch(data_iterator: Iterator[Mapping[str, Any]] | None) -> dict[str, torch.Tensor]:
-    """Take a micro-batch, of which each process of a context-parallel group keeps its part.
+    """Take a micro-batch, of which each rank of a context-parallel group keeps its shard.
 
     Args:
         data_iterator: The micro-batches.
@@ -71,41 +71,41 @@ def causal_mask(length: int, device: torch.device, keep: torch.Tensor | None = N
 
     Args:
         length: Tokens per sequence.
-        device: Where it is used.
-        keep: 1 for tokens that are attended to, shape (batch, length).
+        device: Device of the mask.
+        keep: 1 for tokens to attend to, shape (batch, length).
 
     Returns:
-        True where nothing is attended to, shape (1 or batch, 1, length, length).
+        True for masked positions, shape (1 or batch, 1, length, length).
     """
-    # True hides, in contrast to the masks of transformers.
+    # True means masked, unlike in transformers.
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
     return hidden if keep is None else hidden | hidden_from(keep, keep)[:, None]
 
 
 def hidden_from(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return which keys each query does not attend to.
+    """Return the mask of keys that each query does not attend to.
 
     Args:
         queries: 1 for real tokens, shape (batch, queries).
         keys: The same, shape (batch, keys).
 
     Returns:
-        True where nothing is attended to, shape (batch, queries, keys).
+        True for masked positions, shape (batch, queries, keys).
     """
-    # Products of zeros and ones, of whatever dtype.
+    # Products of zeros and ones of any dtype.
     return queries[:, :, None] * keys[:, None, :] < 0.5
 
 
 def averaged_loss(losses: torch.Tensor, loss_mask: torch.Tensor, per_token: bool) -> tuple[Any, ...]:
-    """The mean loss over the tokens that count, as megatron-core's schedules take it.
+    """The mean loss over the tokens that count, in the form that megatron-core's schedules take.
 
     Args:
         losses: Of each token, on this process of a context-parallel group.
         loss_mask: 1 for tokens that count; the same shape.
-        per_token: Whether the schedule averages over the tokens of all micro-batches by itself.
+        per_token: Whether the schedule itself averages over the tokens of all micro-batches.
 
     Returns:
-        The loss; with `per_token` its sum and the number of tokens. Then a dictionary with what is reported.
+        The loss; with `per_token` its sum and the number of tokens. Then a dictionary of reported values.
     """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.float().reshape(-1) * mask)
@@ -119,7 +119,7 @@ def averaged_loss(losses: torch.Tensor, loss_mask: torch.Tensor, per_token: bool
     mean = reported[0] / reported[1].clamp(min=1)
     report = {"loss": avg_losses_across_data_parallel_group([mean])[0]}
     if per_token:
-        # The sum and the number: megatron-core divides by the tokens of the whole step.
+        # The sum and the number: megatron-core divides by the tokens of the full step.
         return total, count.int(), report
     return total / reported[1].clamp(min=1), report
 

@@ -14,8 +14,8 @@ from accel.engines.megatron.models.steps import AbstractTrainStep, averaged_loss
 class T5TrainStep(AbstractTrainStep):
     """Batches and losses of T5 models.
 
-    A batch of transformers' kind has "input_ids", "attention_mask" and "labels" (-100: not counted), which
-    the decoder gets shifted by one. One of Megatron's datasets has "text_enc", "text_dec", "labels",
+    A batch as for transformers has "input_ids", "attention_mask" and "labels" (-100: not counted), which
+    the decoder gets shifted by one. A batch of Megatron's datasets has "text_enc", "text_dec", "labels",
     "loss_mask" and the masks "enc_mask", "dec_mask" and "enc_dec_mask".
 
     Args:
@@ -31,26 +31,26 @@ class T5TrainStep(AbstractTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return what tokens of a padded batch do not attend to.
+        """Return the mask of padding in a batch.
 
         Args:
             attention_mask: 1 for real tokens, shape (batch, length).
 
         Returns:
-            True where nothing is attended to, shape (batch, length, length).
+            True for masked positions, shape (batch, length, length).
         """
         return hidden_from(attention_mask, attention_mask)
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device | str) -> torch.Tensor:
-        """Return what the decoder's tokens do not attend to: those after them.
+        """Return the causal mask of the decoder.
 
         Args:
             seq_length: The decoder's tokens per sequence.
-            device: Where the mask is used.
+            device: Device of the mask.
 
         Returns:
-            True where nothing is attended to, shape (1, length, length).
+            True for masked positions, shape (1, length, length).
         """
         return torch.ones(1, seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
 
@@ -58,25 +58,25 @@ class T5TrainStep(AbstractTrainStep):
     def get_enc_dec_mask(
         attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device | str
     ) -> torch.Tensor:
-        """Return which of the encoder's tokens those of the decoder do not attend to.
+        """Return the mask of the encoder's padding for the decoder's tokens.
 
         Args:
             attention_mask: 1 for real tokens of the encoder, shape (batch, encoder's length).
             dec_seq_length: The decoder's tokens per sequence.
-            device: Where the mask is used.
+            device: Device of the mask.
 
         Returns:
-            True where nothing is attended to, shape (batch, decoder's length, encoder's length).
+            True for masked positions, shape (batch, decoder's length, encoder's length).
         """
         kept = attention_mask.to(device)
         queries = torch.ones(kept.shape[0], dec_seq_length, dtype=kept.dtype, device=device)
         return hidden_from(queries, kept)
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that makes a model's inputs of a micro-batch.
+        """Return the function that makes a model's inputs from a micro-batch.
 
         Args:
-            accelerator: The Accelerator; its plugin's `custom_get_batch_function` comes first.
+            accelerator: The Accelerator; its plugin's `custom_get_batch_function` takes precedence.
             megatron_dataset_flag: Whether batches are those of Megatron's datasets.
         """
         custom = accelerator.state.megatron_lm_plugin.custom_get_batch_function
@@ -86,7 +86,7 @@ class T5TrainStep(AbstractTrainStep):
         """Return the function that averages the losses of tokens.
 
         Args:
-            accelerator: The Accelerator; its plugin's `custom_loss_function` comes first.
+            accelerator: The Accelerator; its plugin's `custom_loss_function` takes precedence.
         """
         plugin = accelerator.state.megatron_lm_plugin
         per_token = bool(plugin.calculate_per_token_loss)
@@ -101,7 +101,7 @@ class T5TrainStep(AbstractTrainStep):
 
         def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
             inputs, targets, loss_mask, labels, *masks = self.get_batch(data_iterator)
-            # One dimension more: the same mask for all heads.
+            # One more dimension: the same mask for all heads.
             output = model(inputs, targets, *(mask[:, None] for mask in masks), lm_labels=labels)
             return output, functools.partial(self.loss_func, loss_mask)
 
@@ -116,7 +116,7 @@ class T5TrainStep(AbstractTrainStep):
         # Any valid token will do, as the mask drops its loss.
         labels = targets.masked_fill(~loss_mask, 0)
         targets = torch.roll(labels, 1, dims=1)
-        targets[:, 0] = 0  # T5's start is its padding token
+        targets[:, 0] = 0  # T5's start token is its padding token
         length = targets.shape[1]
         masks = (
             self.attn_mask_postprocess(kept),
@@ -129,6 +129,6 @@ class T5TrainStep(AbstractTrainStep):
 def _of_megatron(data_iterator: Any) -> tuple[torch.Tensor, ...]:
     batch = next_batch(data_iterator)
     ids = (batch["text_enc"].long(), batch["text_dec"].long())
-    # Megatron's datasets mark with 1 what is seen, and its models take True for what is hidden.
+    # In Megatron's datasets 1 means visible, but its models take True for masked.
     masks = (batch[name] < 0.5 for name in ("enc_mask", "dec_mask", "enc_dec_mask"))
     return *ids, batch["loss_mask"].float(), batch["labels"].long(), *masks
