@@ -302,7 +302,7 @@ def test_workers_that_all_save_have_not_failed(start: Start) -> None:
     assert code == 75
     assert error.count("saved\n") == 2
     assert error.endswith(
-        "accel launch: all 2 processes ended with exit code 75, by which they say that their state is saved. "
+        "accel launch: all 2 processes ended with exit code 75: they have saved their state. "
         "Start the same command again to continue.\n"
     )
     assert "failed" not in error

@@ -1,4 +1,4 @@
-"""Config files of the launcher: where they are, what they hold, reading and writing them."""
+"""Config files of the launcher: their location and content, reading and writing them."""
 
 from accel_launch.config.file import LaunchConfig as LaunchConfig
 from accel_launch.config.file import load_config_from_file as load_config_from_file

@@ -26,12 +26,12 @@ from accel_state.enums import ComputeEnvironment, DistributedType, SageMakerDist
 class LaunchConfig:
     """A config file's content, checked.
 
-    Keys of the file can be read as attributes; a key that the file does not have gives the default.
+    Keys of the file can be read as attributes; a missing key returns the default.
 
     Args:
         values: The content, sections nested, old forms rewritten.
         settings: The values of launch settings, by setting name.
-        path: The file it came from; None for a config that is not a file's.
+        path: The file it came from; None for a config that is not from a file.
     """
 
     values: Mapping[str, Any]
@@ -53,7 +53,7 @@ class LaunchConfig:
             ConfigError: If a key is unknown or a value is not allowed.
         """
         where = str(path or "<values>")
-        # First, so that the checks below know the present forms alone.
+        # First, so that the checks below only see current forms.
         values = upgrade(values, where)
         settings: dict[str, Any] = {}
         _check_kinds(values, where)
@@ -92,14 +92,14 @@ class LaunchConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content, sections nested, as plain dictionaries."""
-        # Copies of sections: callers change what they get.
+        # Copies of sections: callers change them.
         return {key: dict(value) if isinstance(value, dict) else value for key, value in self.values.items()}
 
     def write(self, path: str | Path) -> None:
         """Write the file: JSON if the name ends in .json, else YAML.
 
         Args:
-            path: The file; its folder is made if need be.
+            path: The file; its folder is created if missing.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,14 +138,14 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
             f"There is no config file {path}. Write one with `accel config default --config_file {path}`, or "
             "name another with --config_file."
         )
-    # YAML makes None of a file of comments, and a list or a text of other files.
+    # YAML returns None for a file of comments, and a list or text for other files.
     values = _parse(path)
     if values in (None, {}):
         raise ConfigError(
             f"Config file {path} is empty. Write it with `accel config --config_file {path}`, or remove it."
         )
     if not isinstance(values, dict):
-        raise ConfigError(f"Config file {path} holds {type(values).__name__}; a mapping of keys is needed.")
+        raise ConfigError(f"Config file {path} has a {type(values).__name__}; a mapping of keys is needed.")
     return LaunchConfig.from_values({str(key): value for key, value in values.items()}, path)
 
 
@@ -168,7 +168,7 @@ def _parse(path: Path) -> Any:
     import yaml
 
     try:
-        # libyaml, where PyYAML was built with it, is ten times as fast; both load plain values alone.
+        # libyaml, if PyYAML was built with it, is ten times as fast; both only load plain values.
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -200,9 +200,7 @@ def _section_settings(section: str, content: Any, where: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"Config file {where}, key {section}: holds {content!r}; a section of keys is needed."
-        )
+        raise ConfigError(f"Config file {where}, key {section}: {content!r} is not a section of keys.")
     settings: dict[str, Any] = {}
     for key, value in content.items():
         setting = config_setting(str(key), section)
@@ -213,7 +211,7 @@ def _section_settings(section: str, content: Any, where: str) -> dict[str, Any]:
 
 
 def _setting_value(setting: Setting, key: str, value: Any, where: str) -> dict[str, Any]:
-    # Other programs write empty sections and values for what was not chosen.
+    # Other programs write empty sections and values for settings that were not chosen.
     if value in (None, "", [], {}):
         return {}
     try:
@@ -233,5 +231,5 @@ def _unknown(key: str, section: str, where: str) -> str:
     place = f"section {section} has" if section else "it has"
     return (
         f"Config file {where}: {place} the unknown key {key!r}.{hint} "
-        "Correct it or take it out; `accel launch --help` describes every key under the flag of its name."
+        "Correct or remove it; `accel launch --help` describes every key under the flag of its name."
     )

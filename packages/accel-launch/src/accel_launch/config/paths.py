@@ -12,7 +12,7 @@ def config_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return the default config file's path, whether it exists or not.
 
     It is `accelerate/default_config.yaml` in `$HF_HOME`, which defaults to `$XDG_CACHE_HOME/huggingface`,
-    then to `~/.cache/huggingface`; `default_config.json` in its place if only that one exists.
+    then to `~/.cache/huggingface`; `default_config.json` instead if only that one exists.
 
     Args:
         environ: The environment to read; this process's by default.
@@ -21,7 +21,7 @@ def config_path(environ: Mapping[str, str] | None = None) -> Path:
     home = env.raw("HF_HOME", environ) or f"{cache}/huggingface"
     path = Path(home).expanduser() / "accelerate" / "default_config.yaml"
     json = path.with_suffix(".json")
-    # YAML first where there are both: it is what is written by default.
+    # YAML first if both exist: it is written by default.
     return json if json.is_file() and not path.is_file() else path
 
 

@@ -1,4 +1,4 @@
-"""Old forms of config files, rewritten to the present one."""
+"""Rewrite old forms of config files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from accel_launch.settings.schema import SETTINGS, config_setting
 from accel_state.env import str_to_bool
 
 _OBSOLETE = {
-    "use_xpu": "the device is found by itself",
+    "use_xpu": "the device is detected",
     "ipex_config": "IPEX is part of torch",
-    "use_mps_device": "the device is found by itself",
+    "use_mps_device": "the device is detected",
 }
 _RENAMED = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
@@ -26,23 +26,21 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Rewrite the old forms in a config file's values.
 
     Args:
-        values: What the file holds.
+        values: The content of the file.
         where: The file, for warnings.
 
     Returns:
-        A new dictionary in the present form; each rewritten form gives a FutureWarning.
+        A new dictionary in the current form; each old form causes a FutureWarning.
 
     Raises:
         ConfigError: If a section that is rewritten is not one, or `fp16` is neither true nor false.
     """
-    # The caller's stay as they are; sections are made again below.
+    # A copy; sections are copied below.
     values = dict(values)
     for name in ("dynamo_config", "tp_config", "parallelism_config"):
-        # Checked here already, as keys are moved out of these and into them.
+        # Checked first, as keys are moved between them.
         if not isinstance(values.get(name) or {}, dict):
-            raise ConfigError(
-                f"Config file {where}, key {name}: holds {values[name]!r}; a section of keys is needed."
-            )
+            raise ConfigError(f"Config file {where}, key {name}: {values[name]!r} is not a section of keys.")
     if "fp16" in values:
         old = values.pop("fp16")
         # In quotes, as YAML reads a bare no as false.
@@ -52,7 +50,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
         if existing != precision.strip("'"):
             advice = f"it is ignored, as the file has mixed_precision: {existing}"
         _note(where, f"fp16: {old}", advice)
-    # A list, as keys are moved meanwhile.
+    # A list, as the loop moves keys.
     for key in [key for key in values if key in SETTINGS and SETTINGS[key].group == "dynamo"]:
         _note(where, f"{key} at the top level", "it belongs in dynamo_config")
         values["dynamo_config"] = {**(values.get("dynamo_config") or {}), key: values.pop(key)}
@@ -74,7 +72,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
         values["gpu_ids"] = ",".join(map(str, values["gpu_ids"]))
     for old, reason in _OBSOLETE.items():
         if values.pop(old, None):
-            _note(where, old, f"it has no effect any more: {reason}")
+            _note(where, old, f"it no longer has an effect: {reason}")
     return {
         key: _section(key, value, where) if isinstance(value, dict) else value
         for key, value in values.items()

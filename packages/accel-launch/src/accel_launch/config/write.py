@@ -12,7 +12,7 @@ from accel_state import env
 
 
 def basic_values(mixed_precision: str, machine: Machine) -> dict[str, Any]:
-    """Return the config of one machine with all its GPUs, or of one process where there is none.
+    """Return the config of one machine with all its GPUs, or of one process without GPUs.
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
@@ -31,14 +31,14 @@ def basic_values(mixed_precision: str, machine: Machine) -> dict[str, Any]:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
-    """Write a config file for this machine: all its GPUs, or one process where there is none.
+    """Write a config file for this machine: all its GPUs, or one process without GPUs.
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
         save_location: The file (YAML, or JSON if so named); the default config file if None.
 
     Returns:
-        The file's path, or False if there is a file already, which is left as it is.
+        The file's path, or False if the file already exists, which is left unchanged.
 
     Raises:
         ConfigError: If the precision is unknown.
@@ -46,9 +46,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     path = Path(save_location).expanduser() if save_location is not None else config_path()
     # Never overwritten: it may be the only record of how a cluster is set up.
     if path.exists():
-        print(
-            f"There is a config file at {path} already; it is left as it is. Delete it or name another file."
-        )
+        print(f"The config file {path} already exists and is left unchanged. Delete it or name another file.")
         return False
     LaunchConfig.from_values(basic_values(mixed_precision, Machine.detect())).write(path)
     return path

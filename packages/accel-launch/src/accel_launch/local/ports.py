@@ -1,4 +1,4 @@
-"""Reserve the port of a run, so that no other process is given it before rank 0 listens on it."""
+"""Reserve the port of a run, so that no other process gets it before rank 0 listens on it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEFAULT_PORT = 29500
 def reserve_port(port: int | None, source: str = "") -> socket.socket:
     """Bind a port without listening on it.
 
-    While the socket is open the kernel does not assign the port to anyone who requests a free one, yet a
+    While the socket is open the kernel does not assign the port to a process that requests a free one, but a
     server that sets SO_REUSEADDR, as torch's TCPStore does, can bind and listen on it: two sockets with that
     option share a port as long as neither listens.
 
     Args:
-        port: The port; a free one if None or 0.
+        port: The port; None or 0 for a free one.
         source: What requested the port, for the error.
 
     Returns:
@@ -58,9 +58,9 @@ def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
     try:
         port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Some systems have it on by default, and IPv4 would be free for others.
+            # On by default on some systems, where IPv4 would stay free for others.
             port_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Not followed by listen(): connections are refused, as if the port were free, until rank 0 is there.
+        # Not followed by listen(): connections are refused, as if the port were free, until rank 0 listens.
         port_socket.bind(("", port))
     except OSError:
         port_socket.close()

@@ -1,6 +1,6 @@
 """Start the workers of one machine, supervise them, and stop them together.
 
-Each worker has its own session, so a Ctrl-C reaches the launcher alone, which passes it on.
+Each worker has its own session, so Ctrl-C reaches only the launcher, which passes it on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def run_local(plan: LaunchPlan) -> int:
         plan: What to start.
 
     Returns:
-        0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run. 75
-        where every worker ended with 75: they have saved, and can be resumed.
+        0, or the exit code of the worker that failed first; 128 + n if signal n ended it or the run. 75 if
+        every worker ended with 75: they have saved their state, and can be resumed.
 
     Raises:
         LaunchError: If the port is in use.
@@ -46,7 +46,7 @@ def run_local(plan: LaunchPlan) -> int:
         record_folder() as records,
     ):
         run = Supervisor(plan, Output.of(plan))
-        # Before the first worker, which may start something and end at once.
+        # Before the first worker, which may start children and end at once.
         adopt_orphans(True)
         try:
             _start(run, guard, port_socket.getsockname()[1], records)
@@ -98,7 +98,7 @@ def _start(run: Supervisor, guard: Guard, port: int, records: Path | None) -> No
                 rank,
                 run.plan.command,
                 run.output.environment(environ),
-                # One reader: several would take each other's input.
+                # Only one: several would take each other's input.
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=channel.stdout,
                 stderr=channel.stderr,
@@ -106,6 +106,6 @@ def _start(run: Supervisor, guard: Guard, port: int, records: Path | None) -> No
             )
         finally:
             channel.close_writing()
-        # As soon as it is there; until then the kernel's request of the worker itself covers it (Linux).
+        # As soon as it exists; until then the worker's own request to the kernel covers it (Linux).
         guard.add(worker.pid)
         run.members.append(Member(worker, channel.streams))

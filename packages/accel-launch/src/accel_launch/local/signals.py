@@ -22,7 +22,7 @@ def known_signals(*names: str) -> tuple[signal.Signals, ...]:
 
 
 ENDING = known_signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-"""Signals that ask the launcher, and so the workers, to end."""
+"""Signals that request the launcher, and so the workers, to end."""
 
 _OTHERS = known_signals("SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGWINCH")
 
@@ -40,17 +40,17 @@ def signal_name(number: int) -> str:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Do nothing; the number is written to the wake-up pipe by the interpreter."""
+    """Do nothing; the interpreter writes the number to the wake-up pipe."""
 
 
 def _require_main_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("Several workers can be started from the main thread alone: it gets the signals.")
+        raise LaunchError("Several workers can be started only from the main thread, which gets the signals.")
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), after a line on stderr, for the length of a `with` block.
+    """Make SIGTERM raise SystemExit(143), after a line on stderr, inside a `with` block.
 
     Raises:
         LaunchError: In another thread than the main one.
@@ -68,7 +68,7 @@ def ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if requested:  # Ray makes another exception of it
+        if requested:  # Ray converts it to another exception
             raise SystemExit(128 + requested[0]) from None
         raise
     finally:
@@ -76,7 +76,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 class SignalPipe:
-    """Catches signals for the length of a `with` block; `read` returns those that arrived.
+    """Catches signals inside a `with` block; `read` returns those that arrived.
 
     A signal that was ignored when the launcher started (nohup) stays ignored.
     """
@@ -90,7 +90,7 @@ class SignalPipe:
         # the handlers: a signal between would be lost.
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {
-            # A handler, though it does nothing: with the default one the signal would end this process.
+            # A handler that does nothing: with the default one the signal would end this process.
             number: signal.signal(number, _note)
             for number in (signal.SIGCHLD, *ENDING, *_OTHERS)
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN
@@ -106,11 +106,11 @@ class SignalPipe:
             signal.signal(number, handler)
         os.close(self.descriptor)
         os.close(self._writing)
-        self._writing = -1  # for a thread that wakes late: the number may be another file's soon
+        self._writing = -1  # for a thread that wakes late: the descriptor may be reused
 
     def wake(self) -> None:
-        """Let `read` find a SIGCHLD; for threads that learn of a worker's end otherwise."""
-        with contextlib.suppress(OSError):  # it is full, and so read soon; or the reader is gone
+        """Make `read` return a SIGCHLD, for threads that notice a worker's end in another way."""
+        with contextlib.suppress(OSError):  # full, so it is read soon; or closed
             os.write(self._writing, bytes([signal.SIGCHLD]))
 
     def read(self) -> list[int]:

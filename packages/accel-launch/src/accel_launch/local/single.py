@@ -1,4 +1,4 @@
-"""One process: the script takes the launcher's place."""
+"""One process: the script replaces the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker as its supervisor sees it, on any machine: how it ended, and when it must be stopped."""
+"""A worker on any machine, for its supervisor: how it ended, and when it must be stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_launch.local.failures.record import Raised
 class SupervisedWorker(ABC):
     """A worker and its process group.
 
-    The group outlives the worker while something that the worker started is still running in it.
+    The group outlives the worker while processes that it started are running.
 
     Args:
         rank: The worker's rank.
@@ -41,7 +41,7 @@ class SupervisedWorker(ABC):
         return self.returncode is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker alone.
+        """Send a signal only to the worker.
 
         Args:
             number: The signal.
@@ -65,7 +65,7 @@ class SupervisedWorker(ABC):
             at: The time.
         """
         if not self.killed:
-            # The earliest wins: a second Ctrl-C may only shorten what was granted before.
+            # The earliest applies: a second Ctrl-C can only shorten the time.
             self.kill_at = at if self.kill_at is None else min(self.kill_at, at)
 
     def kill(self, abandon_at: float) -> None:
@@ -76,14 +76,14 @@ class SupervisedWorker(ABC):
         """
         self.signal_group(signal.SIGKILL)
         self.killed = True
-        # The same deadline then serves for giving up, as SIGKILL cannot be repeated to any effect.
+        # The same deadline is then the time to give up, as a second SIGKILL has no effect.
         self.kill_at = abandon_at
 
     def abandon(self) -> None:
         """Stop waiting for a group that even SIGKILL does not end."""
         self.gone = True
         if self.returncode is None:
-            # As Popen has it for a process that was ended by a signal.
+            # As in Popen for a process that a signal ended.
             self.returncode = -int(signal.SIGKILL)
 
     @abstractmethod
@@ -92,12 +92,12 @@ class SupervisedWorker(ABC):
 
     @abstractmethod
     def reap(self) -> bool:
-        """Collect what has ended in the group.
+        """Reap the ended processes of the group.
 
         Returns:
-            True if the worker itself ended since the last call. `gone` says whether anything is left.
+            True if the worker itself ended since the last call. `gone` is True when none is left.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """Kill the group at once, if anything of it is left."""
+        """Kill the group immediately, if any of it is left."""

@@ -1,4 +1,4 @@
-"""Supervise workers until all have ended, wherever they run, and stop them together.
+"""Supervise workers on any machine until all have ended, and stop them together.
 
 One wait covers everything: workers' output, workers' ends and signals; nothing is polled. When a worker
 fails the others get SIGTERM and, after a grace period, SIGKILL.
@@ -24,32 +24,32 @@ from accel_launch.plan.plan import LaunchPlan
 if TYPE_CHECKING:
     from accel_launch.local.failures.summary import Failure
 
-# After a failure the others wait in a collective and have nothing to save; asked to end, they may save.
+# After a failure the others wait in a collective, with nothing to save; after a request to end they may save.
 _FAILURE_GRACE_S = 5.0
 _REQUEST_GRACE_S = 30.0
-# What a worker started and left behind: loader workers, trackers' processes.
+# Processes that a worker left behind: loader workers, trackers' processes.
 _LEFTOVER_GRACE_S = 2.0
-_SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
-# How long a failing worker may end by itself, before the SIGTERM that would cut its traceback off.
+_SAVED = 75  # EX_TEMPFAIL: the exit code of workers that have saved their state to be restarted
+# Time for a failing worker to end, before the SIGTERM that would cut its traceback off.
 _TRACEBACK_S = 2.0
-# The same for all where a watchdog is on, at most half of the grace period (2.5 s by default): they notice
+# The same for all if a watchdog is on, at most half of the grace period (2.5 s by default): they notice
 # the lost worker, and report where each process is.
 _REPORT_S = 3.0
-# After SIGKILL: a process that waits for a disk or a GPU's driver takes no signal.
+# After SIGKILL: a process that waits for a disk or a GPU driver handles no signal.
 _ABANDON_S = 3.0
 
 
 @dataclass
 class Member:
-    """A worker with its streams and what is known about its end.
+    """A worker with its streams and its end.
 
     Args:
         worker: The worker.
         streams: Its streams, stderr first.
         failed_at: When the failure that ended it began, from time.time().
-        terminated: Whether it was running when another had failed, and is sent SIGTERM for that.
+        terminated: Whether it was running when another failed, and is sent SIGTERM.
         stopped: Whether that signal ended it.
-        stderr_tail: The end of its stderr, where it failed.
+        stderr_tail: The end of its stderr, if it failed.
         is_hidden: Whether that tail has not been shown.
     """
 
@@ -63,7 +63,7 @@ class Member:
 
     @property
     def stderr(self) -> Stream:
-        """The stream that tracebacks come on."""
+        """The stream of tracebacks."""
         return self.streams[0]
 
 
@@ -76,7 +76,7 @@ class Supervisor:
         output: Where the output goes.
         members: The workers.
         failed: Whether one failed.
-        stop_signal: The signal that asked the run to end.
+        stop_signal: The signal that requested the end of the run.
     """
 
     plan: LaunchPlan
@@ -86,11 +86,11 @@ class Supervisor:
     stop_signal: int | None = None
 
     def loop(self, signals: SignalPipe, forget: Callable[[int], None]) -> None:
-        """Wait and react until nothing of any worker is left.
+        """Wait and react until all workers and their groups have ended.
 
         Args:
             signals: Where signals arrive.
-            forget: Called with the process id of a worker of which nothing is left.
+            forget: Called with the process id of a worker whose group has ended.
         """
         while not all(member.worker.gone for member in self.members):
             self._wait(signals)
@@ -99,12 +99,12 @@ class Supervisor:
 
     def _wait(self, signals: SignalPipe) -> None:
         """Sleep until a signal, output or a deadline, and pass output on."""
-        # Made again each time: streams end, and a full console takes its workers' streams out.
+        # Built again each time: streams end, and those of a full console are left out.
         poll = select.poll()
         poll.register(signals.descriptor, select.POLLIN)
         readers = {}
         for stream in self._streams():
-            # A full console is not read for: the pipe fills, and the worker waits as for any slow reader.
+            # Output for a full console is not read: the pipe fills, and the worker waits for its reader.
             if not stream.closed and not (stream.console and stream.console.full):
                 readers[stream.descriptor] = stream
                 poll.register(stream.descriptor, select.POLLIN)
@@ -156,8 +156,8 @@ class Supervisor:
             elif number != signal.SIGCHLD:
                 for member in self.members:
                     member.worker.signal(number)
-        # Signals of one kind merge, so every wake-up looks at every worker. All are reaped before the first
-        # failure is acted on: a worker that has ended as well was not stopped for it.
+        # Signals of one kind merge, so every wake-up looks at every worker. All are reaped before acting
+        # on the first failure: a worker that has also ended was not stopped for it.
         running = [member for member in self.members if not member.worker.gone]
         ended = [member for member in running if member.worker.reap()]
         now = time.monotonic()
@@ -169,13 +169,13 @@ class Supervisor:
 
     def _on_end(self, member: Member, now: float) -> None:
         """React to a worker's end: keep its stderr tail, clear its group, stop the others on failure."""
-        # Before anything is concluded from its output: the end of it may still be in the pipe.
+        # Before its output is examined: the end may still be in the pipe.
         for stream in member.streams:
             stream.drain(now)
         worker = member.worker
         if worker.returncode:
             self._record_failure(member, now)
-        if not worker.gone:  # something that it started is still running
+        if not worker.gone:  # a process that it started is still running
             worker.signal_group(signal.SIGTERM)
             worker.kill_by(now + _LEFTOVER_GRACE_S)
         if worker.returncode and not self.failed and self.stop_signal is None:
@@ -190,7 +190,7 @@ class Supervisor:
         member.stderr_tail = member.stderr.take_delayed() or member.stderr.tail()
         if worker.raised is not None:
             member.failed_at = worker.raised.at
-            if TRACEBACK not in member.stderr_tail:  # it was stopped before it showed it
+            if TRACEBACK not in member.stderr_tail:  # stopped before it showed it
                 member.is_hidden, member.stderr_tail = True, worker.raised.text.encode()
         elif not member.stopped:
             member.failed_at = time.time() - (now - (delayed_since or now))
@@ -203,8 +203,8 @@ class Supervisor:
         for member in self.members:
             worker = member.worker
             member.terminated = worker.running
-            # A failing worker is ending by itself, and may be the root cause.
-            # Where one has saved its state and ended, the others are about to.
+            # A failing worker ends on its own, and may be the root cause.
+            # If one has saved its state and ended, the others are about to.
             is_ending = member.stderr.is_failing or saved
             patience = _REPORT_S if watched else _TRACEBACK_S if is_ending else 0.0
             worker.term_at = now + min(patience, grace / 2)
@@ -226,16 +226,16 @@ class Supervisor:
         )
         for member in self.members:
             if number == signal.SIGTERM:
-                member.worker.signal(number)  # as kill does: the worker decides about its children
+                member.worker.signal(number)  # like kill: the worker decides about its children
             else:
-                member.worker.signal_group(number)  # as the terminal does
+                member.worker.signal_group(number)  # like the terminal
             member.worker.kill_by(now + grace)
 
     def _suspend(self) -> None:
         """Ctrl-Z: stop the workers with the launcher, and continue them with it."""
         for member in self.members:
             member.worker.signal_group(signal.SIGSTOP)
-        # SIGSTOP, as this process catches SIGTSTP; the next line runs when a SIGCONT has come.
+        # SIGSTOP, as this process catches SIGTSTP; the next line runs after a SIGCONT.
         os.kill(os.getpid(), signal.SIGSTOP)
         for member in self.members:
             member.worker.signal_group(signal.SIGCONT)
@@ -244,11 +244,11 @@ class Supervisor:
         """Show delayed tracebacks and the summary.
 
         Returns:
-            0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run.
-            75 where every worker ended with 75, which is no failure.
+            0, or the exit code of the worker that failed first; 128 + n if signal n ended it or the run.
+            75 if every worker ended with 75, which is not a failure.
         """
         now = time.monotonic()
-        # A summary shows the stderr of the first failure itself; it is not shown twice.
+        # The summary shows the stderr of the first failure; it is not shown twice.
         quiet = self.plan.settings.value("quiet")
         saved = all(member.worker.returncode == _SAVED for member in self.members)
         reported = self.failed and not saved and not quiet
@@ -262,8 +262,8 @@ class Supervisor:
         if saved:
             if not quiet:
                 self.output.say(
-                    f"accel launch: all {len(self.members)} processes ended with exit code {_SAVED}, by "
-                    "which they say that their state is saved. Start the same command again to continue.\n"
+                    f"accel launch: all {len(self.members)} processes ended with exit code {_SAVED}: "
+                    "they have saved their state. Start the same command again to continue.\n"
                 )
             return _SAVED
         if self.failed:

@@ -1,4 +1,4 @@
-"""Checks that the operating system can start workers."""
+"""Check that the operating system can start workers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def require_posix(what: str, instead: str) -> None:
     """Raise an error on Windows.
 
     Args:
-        what: What cannot work there.
-        instead: What can be done, in sentences.
+        what: The feature that does not work on it.
+        instead: Alternatives, in sentences.
 
     Raises:
         LaunchError: On Windows.

@@ -1,4 +1,4 @@
-"""One worker process with everything it starts: its own session and process group."""
+"""One worker process and the processes it starts, in its own session and process group."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Become the parent of descendants whose own parent dies, so that their end can be waited for (Linux).
+    """Become the parent of descendants whose parent dies, to wait for their end (Linux).
 
     Args:
-        adopt: True to begin, False to end it.
+        adopt: True to start, False to stop.
     """
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
-    """Return what a child runs before its program, to be killed by the kernel when this process dies."""
+    """Return a function that makes the kernel kill a child when this process dies; the child runs it."""
     if sys.platform != "linux":
-        return None  # the guard process does it alone there
+        return None  # only the guard process does it there
     # Looked up here: between fork and exec nothing may be imported or take a lock.
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
@@ -54,7 +54,7 @@ def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
 class Worker(SupervisedWorker):
     """One worker and its process group.
 
-    The group outlives the worker while something that the worker started is still running in it.
+    The group outlives the worker while processes that it started are running.
 
     Args:
         rank: The worker's rank.
@@ -64,8 +64,8 @@ class Worker(SupervisedWorker):
         stdout: The same.
         stderr: The same.
         folder: Its working directory; this process's by default.
-        heed: Signals that it does not ignore even where this process does (Linux).
-        record: The file in which it writes the exception by which it ends (`accel_state.process.failure`).
+        heed: Signals that it does not ignore even if this process does (Linux).
+        record: The file in which it records the exception that ends it (`accel_state.process.failure`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Worker(SupervisedWorker):
                 stdout=stdout,
                 stderr=stderr,
                 cwd=folder,
-                # A session, and so its own group: killpg reaches whatever the worker
+                # A session, and so its own group: killpg reaches all that the worker
                 # starts, and Ctrl-C only this process.
                 start_new_session=True,
                 preexec_fn=_die_with_parent(heed),
@@ -110,7 +110,7 @@ class Worker(SupervisedWorker):
             os.kill(self.pid, number)
 
     def reap(self) -> bool:
-        """Collect what has ended in the group; True if the worker itself did."""
+        """Reap the ended processes of the group; True if the worker itself ended."""
         ended = False
         while not self.gone:
             try:
@@ -130,7 +130,7 @@ class Worker(SupervisedWorker):
         return ended
 
     def end(self) -> None:
-        """Kill the group at once and wait for the worker, if anything of them is left."""
+        """Kill the group immediately and wait for the worker, if any of them is left."""
         self.signal_group(signal.SIGKILL)
         if self.running:
             self.returncode = self._process.wait()

@@ -199,10 +199,10 @@ def test_deepspeed_is_asked_in_a_terminal(keyboard: Callable[..., Keyboard], tmp
     terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
     terminal.answer("Where do you train?", ENTER)
     terminal.answer("How many processes", "2", ENTER)
-    terminal.answer("How is the model spread?", "4", ENTER)
+    terminal.answer("How is the model distributed?", "4", ENTER)
     terminal.answer("JSON", ENTER)
     terminal.answer("What is sharded", DOWN, ENTER)
-    for question in ("optimizer states rest?", "parameters rest?", "gradients are added"):
+    for question in ("optimizer states kept?", "parameters kept?", "gradients are accumulated"):
         terminal.answer(question, ENTER)
     terminal.answer("Largest gradient norm", "0.5", ENTER)
     for question in (
@@ -230,7 +230,7 @@ def test_arrows_choose_digits_jump_text_is_edited_and_checked(
     terminal.answer("How many processes", "x", ENTER)
     terminal.see("'x' is not allowed; allowed: an integer, at least 1.")
     terminal.press("\x7f", "7", CTRL_U, "2", ENTER)
-    terminal.answer("How is the model spread?", ENTER)
+    terminal.answer("How is the model distributed?", ENTER)
     terminal.answer("Mixed precision?", "2")
     terminal.answer("> \x1b[1mbf16", ENTER)
     terminal.answer("torch.compile?", UP, UP, ENTER)
@@ -254,7 +254,7 @@ def test_back_returns_to_the_question_before(
     terminal.answer("How many machines?", key)
     terminal.answer("Where do you train?", ENTER)
     terminal.answer("How many processes", "3", ENTER)
-    terminal.answer("How is the model spread?", key)
+    terminal.answer("How is the model distributed?", key)
     terminal.answer("How many processes", ENTER)  # back to the default: a question is asked afresh
     terminal.answer("Mixed precision?", ENTER)
     terminal.answer("torch.compile?", ENTER)

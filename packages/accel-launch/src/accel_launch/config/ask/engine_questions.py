@@ -1,4 +1,4 @@
-"""The questions about how a model is spread over processes."""
+"""The questions about how a model is distributed over processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENGINES = (
 )
 
 
-_MESH = ("dp_replicate", "tp", "cp", "sp", "dp_shard")  # the last one takes what the others leave
+_MESH = ("dp_replicate", "tp", "cp", "sp", "dp_shard")  # the last one takes the remaining processes
 
 
 def _mesh_sizes(answers: Answers) -> dict[str, int]:
@@ -48,7 +48,7 @@ def _check_mesh(axis: str) -> Callable[[Any, Answers], None]:
         sizes = _mesh_sizes(answers) | {axis: value}
         product = math.prod(sizes.values())
         total = answers["processes"]
-        # Axes before the last need only divide the number of processes; the last one has to use up the rest.
+        # Axes before the last need only divide the number of processes; the last one must take the rest.
         fits = product == total if axis == _MESH[-1] else value >= 1 and total % product == 0
         if not fits:
             arithmetic = " * ".join(
@@ -65,10 +65,10 @@ def engine_questions() -> list[Question]:
     """Return the questions in order; none applies to one process."""
     spread = Question(
         "engine",
-        "How is the model spread?",
+        "How is the model distributed?",
         _ENGINES,
         lambda answers: "ddp",
-        # One process has nothing to spread it over.
+        # Nothing to ask for one process.
         when=lambda answers: answers["processes"] > 1,
     )
     details = {"fsdp": _fsdp(), "mesh": _mesh(), "deepspeed": _deepspeed(), "megatron": _megatron()}
@@ -102,7 +102,7 @@ def _fsdp() -> list[Question]:
         ask("fsdp_auto_wrap_policy", "Which modules are wrapped?", "TRANSFORMER_BASED_WRAP"),
         ask(
             "fsdp_transformer_layer_cls_to_wrap",
-            "Layer classes to wrap, comma separated (empty: what the model itself names)?",
+            "Layer classes to wrap, comma separated (empty: those that the model names)?",
             "",
             when=answered("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         ),
@@ -150,8 +150,8 @@ def _mesh_axis(axis: str) -> Question:
 
 
 def _zero(stage: int) -> Test:
-    """Return a test of whether the questions request a ZeRO stage, or a higher one."""
-    # -1: the question was not asked, because DeepSpeed's own file says it.
+    """Return a test of whether the answers select this ZeRO stage or a higher one."""
+    # -1: the question was not asked, because DeepSpeed's own file has it.
     return lambda answers: bool(answers.get("zero_stage", -1) >= stage)
 
 
@@ -195,7 +195,7 @@ def _deepspeed() -> list[Question]:
         ),
         *ask_if(_zero(2), _offload("optimizer", "optimizer states")),
         *ask_if(_zero(3), _offload("param", "parameters")),
-        ask("gradient_accumulation_steps", "Steps over which gradients are added up?", 1, when=_zero(0)),
+        ask("gradient_accumulation_steps", "Steps over which gradients are accumulated?", 1, when=_zero(0)),
         ask("gradient_clipping", "Largest gradient norm (empty: no clipping)?", "", when=_zero(0)),
         ask("zero3_init_flag", "Shard parameters while the model is built?", True, when=_zero(3)),
         ask("zero3_save_16bit_model", "Gather 16-bit weights when saving?", when=_zero(3)),
@@ -216,7 +216,7 @@ def _deepspeed() -> list[Question]:
 
 def _offload(what: str, called: str) -> list[Question]:
     return [
-        ask(f"offload_{what}_device", f"Where do {called} rest?"),
+        ask(f"offload_{what}_device", f"Where are {called} kept?"),
         ask(
             f"offload_{what}_nvme_path",
             f"Folder on NVMe for {called}?",

@@ -12,7 +12,7 @@ def tpu_questions() -> list[Question]:
     pod = [
         ask("tpu_name", "The pod's name?", "", check=needed("The name")),
         ask("tpu_zone", "Its zone?", "", check=needed("The zone")),
-        ask("tpu_use_sudo", "Run with sudo there?"),
+        ask("tpu_use_sudo", "Run with sudo on it?"),
         ask("env", "Variables for its machines, NAME=VALUE separated by spaces (empty: none)?", ""),
         Question(
             "command_file",
@@ -32,7 +32,7 @@ def tpu_questions() -> list[Question]:
 
 
 def _text(name: str, title: str, default: str = "", what: str = "") -> Question:
-    """Make a question that is no launch setting; `what` names an answer that is needed."""
+    """Make a question that is not a launch setting; `what` names a required answer."""
     question = Question(name, title, default=lambda answers: default)
     return replace(question, check=needed(what)) if what else question
 
@@ -41,12 +41,12 @@ def _version(name: str) -> Question:
     """Make a question about a version in SageMaker's own image."""
     title = f"Version of {name} in SageMaker's image?"
     question = _text(f"{name}_version", title, what="The version")
-    # An image of the user's own has its versions in it.
+    # A user's image determines its versions.
     return replace(question, when=lambda answers: not answers["image_uri"])
 
 
 def sagemaker_questions() -> list[Question]:
-    """Return the questions about SageMaker, in order; keys are not asked, as they belong in no file."""
+    """Return the questions about SageMaker, in order; without keys, which must not be in a file."""
     questions = [
         _text("profile", "AWS profile (empty: the keys of the environment or of the flags)?"),
         _text("region", "AWS region?", "us-east-1"),

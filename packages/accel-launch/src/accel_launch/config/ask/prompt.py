@@ -1,7 +1,7 @@
-"""Ask one question: with arrow keys in a terminal, or line by line where there is none.
+"""Ask one question: with arrow keys in a terminal, or line by line without one.
 
-Both ways have the same two verbs, `choose` and `text`. Each returns the answer, or raises `Back` to return to
-the question before.
+Both have two methods, `choose` and `text`. Each returns the answer, or raises `Back` to return to the
+previous question.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accel_state import env
 
 _KEYS = {
     b"\x1b[A": "up",
-    # Terminals in application mode send ESC O in place of ESC [.
+    # Terminals in application mode send ESC O instead of ESC [.
     b"\x1bOA": "up",
     # Ctrl-P and Ctrl-N (0x0e) as in readline, for terminals without arrow keys.
     b"\x10": "up",
@@ -43,17 +43,17 @@ _ENDED = "The input ended before the last question; nothing was written."
 
 
 class Back(Exception):
-    """The user wants the question before this one."""
+    """The user wants the previous question."""
 
 
 def wrap(text: str, indent: str = "") -> list[str]:
-    """Return the lines of a text for the width of the terminal, which would cut words at its edge.
+    """Wrap a text to the width of the terminal, which would cut words at its edge.
 
     Args:
         text: The text.
-        indent: What the lines after the first begin with.
+        indent: Prefix of the lines after the first.
     """
-    # Not to the last column: terminals differ in where the cursor is then.
+    # Not to the last column, after which terminals differ in where the cursor is.
     width = max(shutil.get_terminal_size().columns - 1, 20)
     lines = textwrap.wrap(
         text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
@@ -62,7 +62,7 @@ def wrap(text: str, indent: str = "") -> list[str]:
 
 
 class Prompt(Protocol):
-    """How questions are put."""
+    """Asks questions."""
 
     hint: str
 
@@ -70,7 +70,7 @@ class Prompt(Protocol):
         """Let the user choose one of several labels; returns its index."""
 
     def text(self, title: str, default: str, check: Callable[[str], Any]) -> str:
-        """Let the user write a line; `check` raises ValueError for one that is not allowed."""
+        """Let the user enter a line; `check` raises ValueError for an invalid one."""
 
 
 def open_prompt() -> Prompt:
@@ -91,18 +91,18 @@ class LinePrompt:
 
         Args:
             title: The question.
-            labels: What can be chosen.
+            labels: The choices.
             default: Index of the default.
 
         Raises:
-            Back: If the user wants the question before.
+            Back: If the user wants the previous question.
         """
         print("\n".join(wrap(title)))
         for number, label in enumerate(labels, 1):
             print("\n".join(wrap(f"  {number}. {label}", " " * 5)))
         numbers = {str(number): index for index, number in enumerate(range(1, len(labels) + 1))}
         index_by_label = {label.lower(): index for index, label in enumerate(labels)}
-        # "2: fully_shard" is also found by "2" and by what stands before the colon.
+        # "2: fully_shard" also matches "2" and what stands before the colon.
         index_by_label |= {label.split(":")[0].lower(): index for index, label in enumerate(labels)}
         while True:
             line = self._line(f"[{default + 1}]: ")
@@ -118,11 +118,11 @@ class LinePrompt:
 
         Args:
             title: The question.
-            default: What an empty line stands for.
+            default: The answer for an empty line.
             check: Raises ValueError for an answer that is not allowed.
 
         Raises:
-            Back: If the user wants the question before.
+            Back: If the user wants the previous question.
         """
         while True:
             line = self._line("\n".join(wrap(f"{title} [{default}]:")) + " ") or default
@@ -154,12 +154,12 @@ class TerminalPrompt:
 
         Args:
             title: The question.
-            labels: What can be chosen.
+            labels: The choices.
             default: Index highlighted at first.
 
         Raises:
-            Back: If the user wants the question before.
-            KeyboardInterrupt: If the user wants to leave.
+            Back: If the user wants the previous question.
+            KeyboardInterrupt: If the user wants to quit.
         """
         index = default
         with _raw_terminal():
@@ -185,12 +185,12 @@ class TerminalPrompt:
 
         Args:
             title: The question.
-            default: What an empty line stands for.
+            default: The answer for an empty line.
             check: Raises ValueError for an answer that is not allowed.
 
         Raises:
-            Back: If the user wants the question before.
-            KeyboardInterrupt: If the user wants to leave.
+            Back: If the user wants the previous question.
+            KeyboardInterrupt: If the user wants to quit.
         """
         typed, above = "", 0  # lines between the first one and the cursor
         with _raw_terminal():
@@ -234,7 +234,7 @@ class TerminalPrompt:
         return len(lines)
 
     def _answer(self, above: int, title: str, answer: str) -> None:
-        """Draw a question that was answered in place of it, which begins so many lines above the cursor."""
+        """Replace a question, which begins so many lines above the cursor, with its answer."""
         *lines, last = wrap(title)
         lines += [f"{last} {_bold(answer)}"] if len(wrap(f"{last} {answer}")) == 1 else [last, _bold(answer)]
         _write(_up(above) + "".join(f"\r\x1b[J{line}\r\n" for line in lines))
@@ -264,19 +264,19 @@ def _write(text: str) -> None:
 
 @contextlib.contextmanager
 def _raw_terminal() -> Iterator[None]:
-    """Read keys one by one, unechoed; the terminal is as before afterwards, whatever happens."""
+    """Read keys one by one without echo; the terminal is always restored afterwards."""
     import termios
     import tty
 
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
-        # Raw, not cbreak: Ctrl-C comes as a byte, and the terminal is put back
+        # Raw, not cbreak: Ctrl-C arrives as a byte, and the terminal is restored
         # before KeyboardInterrupt is raised.
         tty.setraw(descriptor, termios.TCSADRAIN)  # keeps what was typed ahead
         yield
     finally:
-        with contextlib.suppress(termios.error):  # the terminal is gone, and the error in the block says so
+        with contextlib.suppress(termios.error):  # the terminal is closed, as the error in the block says
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
@@ -297,7 +297,7 @@ def _key() -> str:
 def _byte(descriptor: int) -> bytes:
     try:
         data = os.read(descriptor, 1)
-    except OSError:  # how Linux reports a terminal whose other side has closed, on some of its versions
+    except OSError:  # how some versions of Linux report a closed terminal
         data = b""
     if not data:
         raise LaunchError(_ENDED)
@@ -307,7 +307,7 @@ def _byte(descriptor: int) -> bytes:
 def _more(descriptor: int) -> bool:
     import select
 
-    # 50 ms: far longer than the bytes of one key lie apart, too short to be felt after Esc.
+    # 50 ms: far longer than between the bytes of one key, too short to notice after Esc.
     return bool(select.select([descriptor], [], [], 0.05)[0])
 
 

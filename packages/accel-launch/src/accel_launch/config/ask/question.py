@@ -1,4 +1,4 @@
-"""A question of `accel config`, and how those of launch settings are made."""
+"""A question of `accel config`, and functions to make those of launch settings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _no_default(answers: Answers) -> None:
 
 
 def _any_answers(answers: Answers) -> bool:
-    """Whatever the answers are."""
+    """True for any answers."""
     return True
 
 
 def _any_value(value: Any, answers: Answers) -> None:
-    """Every value fits."""
+    """Accept any value."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Question:
     """One question.
 
     Args:
-        name: Name of the answer; that of a launch setting where the answer is one.
+        name: Name of the answer; for a launch setting, its name.
         title: The question.
-        choices: What can be chosen, each with what it means; empty to let the user write.
+        choices: The choices, each with its meaning; empty to let the user enter text.
         default: The default answer, from the answers so far.
         when: Whether it is asked, from the answers so far.
-        check: Raises ValueError for an answer that does not fit those so far.
+        check: Raises ValueError for an answer that does not fit the previous ones.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Question:
 
     @property
     def setting(self) -> Setting | None:
-        """The launch setting that the answer is, if it is one."""
+        """The launch setting of the answer, if it is one."""
         return SETTINGS.get(self.name)
 
     def read(self, text: str, answers: Answers) -> Any:
-        """Read and check a written answer.
+        """Parse and check an entered answer.
 
         Args:
-            text: What was written.
+            text: The entered text.
             answers: The answers so far.
 
         Raises:
@@ -64,7 +64,7 @@ class Question:
         """
         value: Any = text
         if self.setting and text:
-            # Repeated settings are several words, each of which may be quoted.
+            # Repeated settings are several words, which may be quoted.
             value = shlex.split(text) if self.setting.repeated else self.setting.parse(text)
         self.check(value, answers)
         return value
@@ -84,47 +84,47 @@ def answered(name: str, *values: Any) -> Test:
 
 
 def is_multi_machine(answers: Answers) -> bool:
-    """Whether there are several machines, each with a launcher."""
+    """Whether there are several machines, each with its own launcher."""
     return answers.get("place") == "several"
 
 
 def is_gpu(answers: Answers) -> bool:
-    """Whether GPUs are trained on."""
+    """Whether training uses GPUs."""
     return answers.get("device") in ("all", "some")
 
 
 def is_tpu(answers: Answers) -> bool:
-    """Whether TPUs are trained on, those of this machine or of a pod."""
+    """Whether training uses TPUs, of this machine or of a pod."""
     return answers.get("device") == "tpu"
 
 
 def is_sagemaker(answers: Answers) -> bool:
-    """Whether Amazon SageMaker is trained on."""
+    """Whether training runs on Amazon SageMaker."""
     return answers.get("place") == "sagemaker"
 
 
 def ask_if(when: Test, questions: Iterable[Question]) -> list[Question]:
-    """Ask questions only if a condition holds, in addition to their own.
+    """Ask questions only if a condition holds, in addition to their own conditions.
 
     Args:
-        when: The test, which comes first: theirs may look for answers that are there only then.
+        when: The test; it runs first, as theirs may need answers that exist only if it holds.
         questions: The questions.
     """
 
     def both(question_test: Test, answers: Answers) -> bool:
         return when(answers) and question_test(answers)
 
-    # partial, as a closure would have the test of the last question alone.
+    # partial, as a closure would have the test of the last question.
     return [replace(question, when=partial(both, question.when)) for question in questions]
 
 
 def ask(name: str, title: str, default: Any = None, **rest: Any) -> Question:
-    """Make the question of a launch setting, with its choices where it has some.
+    """Make the question for a launch setting, with its choices if any.
 
     Args:
         name: The setting's name.
         title: The question.
-        default: The default answer, or a function of the answers so far; the setting's own if None.
+        default: The default answer, or a function of the answers so far; None for the setting's.
         **rest: More arguments of the question.
     """
     setting = SETTINGS[name]
@@ -139,7 +139,7 @@ def needed(what: str) -> Callable[[Any, Answers], None]:
     """Return a check that rejects an empty answer.
 
     Args:
-        what: What is needed.
+        what: Name of the answer.
     """
 
     def check(value: Any, answers: Answers) -> None:

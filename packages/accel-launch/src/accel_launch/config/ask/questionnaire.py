@@ -1,4 +1,4 @@
-"""`accel config`: ask the questions, with a way back, and turn the answers into a config file."""
+"""`accel config`: ask the questions and turn the answers into a config file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_launch.config.file import LaunchConfig
 from accel_launch.settings.redact import redact_values
 from accel_launch.settings.schema import CLUSTER_KEYS, SAGEMAKER_KEYS, SETTINGS
 
-_ELSEWHERE = {"pod": "tpu", "sagemaker": "sagemaker"}  # what is trained on where this machine does not count
+_ELSEWHERE = {"pod": "tpu", "sagemaker": "sagemaker"}  # where training does not run on this machine
 _KINDS = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron": "MEGATRON_LM"}
 
 
@@ -23,21 +23,21 @@ def ask_all(
     """Ask every question that applies and let the user confirm the resulting file.
 
     Args:
-        prompt: How questions are put.
+        prompt: Asks the questions.
         gpus: Visible GPUs of this machine.
-        before: Earlier answers, used as defaults.
+        before: Previous answers, used as defaults.
         tpu: Whether this machine has TPUs.
 
     Returns:
         The content of the config file, or None if the user does not want it written.
     """
     question_list = questions(gpus, before or {}, tpu)
-    history: list[tuple[int, dict[str, Any]]] = []  # each question that was put, and the answers before it
+    history: list[tuple[int, dict[str, Any]]] = []  # each asked question, and the answers before it
     answers: dict[str, Any] = {}
     index = 0
     while True:
         while index < len(question_list) and not question_list[index].when(_with_processes(answers, gpus)):
-            # The questions behind it look at the device, whether it was asked or follows from the place.
+            # Later questions need the device, whether it was asked or follows from the place.
             if question_list[index].name == "device" and "device" not in answers:
                 answers = {**answers, "device": _ELSEWHERE.get(answers["place"], "cpu")}
             index += 1
@@ -48,7 +48,7 @@ def ask_all(
             answer = _put(prompt, question, _with_processes(answers, gpus))
         except Back:
             if history:
-                # The answers of that moment: those given since may not apply any more.
+                # The answers at that point: later ones may no longer apply.
                 index, answers = history.pop()
             continue
         history.append((index, answers))
@@ -77,10 +77,10 @@ def _text(question: Question, value: Any) -> str:
 
 
 def _confirm(prompt: Prompt, values: dict[str, Any]) -> dict[str, Any] | None:
-    # Takes a while, and only a finished questionnaire needs it.
+    # Slow to import, and only needed at the end.
     import yaml
 
-    LaunchConfig.from_values(values)  # the file that is shown is one that loads
+    LaunchConfig.from_values(values)  # the file that is shown can be loaded
     print("\nThe config file:\n")
     print(
         "".join(
@@ -95,7 +95,7 @@ def _with_processes(answers: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     device = answers.get("device")
     total: int | None
     if device in _ELSEWHERE.values():
-        total = 0  # what runs them knows
+        total = 0  # determined where it runs
     elif device == "cpu":
         total = answers.get("num_processes")
     else:
@@ -105,14 +105,14 @@ def _with_processes(answers: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def config_values(answers: Answers, gpus: int) -> dict[str, Any]:
-    """Return the config file that answers stand for.
+    """Return the config file for the answers.
 
     Args:
         answers: The answers by name.
         gpus: Visible GPUs of this machine.
     """
     values = _kind_values(answers, _with_processes(answers, gpus)["processes"], gpus)
-    # Empty answers leave the key out, so that the file follows later defaults.
+    # Empty answers are left out, so that later defaults apply.
     for name, answer in answers.items():
         setting = SETTINGS.get(name)
         if answer in (None, "", [], ()):
@@ -131,7 +131,7 @@ def config_values(answers: Answers, gpus: int) -> dict[str, Any]:
 
 
 def _kind_values(answers: Answers, total: int, gpus: int) -> dict[str, Any]:
-    """Return the keys that say what kind of run it is."""
+    """Return the keys for the kind of run."""
     if is_sagemaker(answers):
         return {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": answers["distribution"]}
     values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1}
@@ -141,7 +141,7 @@ def _kind_values(answers: Answers, total: int, gpus: int) -> dict[str, Any]:
     cpu = answers["device"] == "cpu"
     multi = "MULTI_CPU" if cpu else "MULTI_GPU"
     kind = "NO" if total == 1 else _KINDS.get(answers.get("engine", ""), multi)
-    # Without a GPU one process runs on the CPU anyway; a file that says so would hide a GPU that comes later.
+    # Without a GPU one process runs on the CPU anyway; a file that says so would hide a GPU added later.
     use_cpu = (cpu and gpus > 0) or (cpu and total > 1)
     return {**values, "distributed_type": kind, "num_processes": total, "use_cpu": use_cpu}
 

@@ -62,8 +62,8 @@ def _place() -> list[Question]:
             "rdzv_backend",
             "How do the machines find each other?",
             choices=(
-                ("static", "static: each machine is given its rank"),
-                ("c10d", "c10d: ranks are handed out, machines may restart"),
+                ("static", "static: each machine has a fixed rank"),
+                ("c10d", "c10d: ranks are assigned, machines may restart"),
             ),
         ),
     ]
@@ -99,7 +99,7 @@ def _device(place: str, gpus: int, tpu: bool) -> Question:
 
 
 def _by_mpirun(answers: Answers) -> bool:
-    """Whether mpirun may start the processes: it gives each its rank, as c10d would."""
+    """Whether mpirun may start the processes: it assigns ranks, as c10d would."""
     return is_multi_machine(answers) and answers["device"] == "cpu" and answers["rdzv_backend"] == "static"
 
 
@@ -207,7 +207,7 @@ def _training() -> list[Question]:
         ask(
             "downcast_bf16",
             "Compute double as float, and float as bfloat16?",
-            # A setting of torch_xla's.
+            # A setting of torch_xla.
             when=lambda answers: is_tpu(answers) and answers["mixed_precision"] == "bf16",
         ),
         *_compilation(),
@@ -220,7 +220,7 @@ def questions(gpus: int, before: Answers, tpu: bool = False) -> list[Question]:
 
     Args:
         gpus: Visible GPUs of this machine.
-        before: Answers that an existing config stands for; they are the defaults where they still fit.
+        before: Answers of an existing config, the defaults where they still fit.
         tpu: Whether this machine has TPUs.
     """
     return [
@@ -237,14 +237,14 @@ def questions(gpus: int, before: Answers, tpu: bool = False) -> list[Question]:
 
 
 def _with_default(question: Question, before: Answers) -> Question:
-    """Let an earlier answer be the default, if it is one that may be given now."""
+    """Make a previous answer the default, if it is still allowed."""
     if question.name not in before:
         return question
     previous, preset = before[question.name], question.default
 
     def default(answers: Answers) -> Any:
         if question.choices:
-            # The file may be of another machine, where other answers were possible.
+            # The file may be from another machine, which allowed other answers.
             return previous if previous in [value for value, _ in question.choices] else preset(answers)
         try:
             question.check(previous, answers)

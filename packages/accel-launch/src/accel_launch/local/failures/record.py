@@ -17,8 +17,8 @@ class Raised:
     """An exception that ended a worker.
 
     Args:
-        at: When it came, from time.time().
-        text: Its traceback; empty where it could not be written.
+        at: When it was raised, from time.time().
+        text: Its traceback; empty if it could not be written.
     """
 
     at: float
@@ -29,10 +29,10 @@ def read_record(path: Path) -> Raised | None:
     """Return the exception that a worker recorded.
 
     Args:
-        path: The file, which is there if there was an exception.
+        path: The file, which exists if there was an exception.
     """
     try:
-        # The file's time, by the clock of this machine, and not what the worker wrote.
+        # The file's time, by this machine's clock, not the worker's.
         at = path.stat().st_mtime
     except OSError:
         return None
@@ -47,7 +47,7 @@ def record_folder() -> Iterator[Path | None]:
     """Make a folder for workers' records for the length of a `with` block.
 
     Yields:
-        The folder; None where there is no room for one, which is no reason not to start.
+        The folder; None if it cannot be created, which must not stop the run.
     """
     # Not by tempfile, whose import takes longer than all others here.
     folder = Path(env.raw("TMPDIR") or "/tmp", f"accel-launch-{os.getpid()}-{os.urandom(8).hex()}")
@@ -60,7 +60,7 @@ def record_folder() -> Iterator[Path | None]:
         yield folder
     finally:
         with contextlib.suppress(OSError):
-            # Only files: workers write one each, and nothing else is put there.
+            # Only files: each worker writes one.
             for file in folder.iterdir():
                 file.unlink()
             folder.rmdir()

@@ -1,4 +1,4 @@
-"""The summary of a failed run: the first failure with its traceback, and the others in a line each."""
+"""The summary of a failed run: the first failure with its traceback, and one line for each other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from accel_launch.settings.redact import redact_command
 
 _MAX_OTHERS = 8  # lines for workers that failed later
 _CRASHES = tuple(-number for number in known_signals("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL"))
-# Not SIGABRT: a worker whose peers are gone may abort.
+# Not SIGABRT: a worker that lost its peers may abort.
 
-# Errors of a process whose peer is gone or does not come, as gloo, NCCL, the store and Python write them.
+# Errors of a process that lost or misses a peer, as gloo, NCCL, the store and Python write them.
 _LOST = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|ConnectionError|broken pipe|"
     r"socket (?:closed|timeout)|failed to recv|recvValue failed|ncclRemoteError|communicator was aborted|"
     r"timed out waiting|collective operation timeout|lost the store|not all others will come",
     re.IGNORECASE,
 )
-# gloo's check "op.preamble.length" fails where two processes exchange messages of different sizes.
+# gloo's check "op.preamble.length" fails if two processes exchange messages of different sizes.
 _MISMATCH = re.compile(
     r"collective mismatch|op\.preamble\.length|timed out waiting|collective operation timeout", re.IGNORECASE
 )
@@ -51,8 +51,8 @@ class Failure:
         at: When the failure began, from time.time().
         stderr_tail: The end of its stderr, as clean text.
         shown: Whether that text has been shown.
-        stopped: Whether it was stopped, as it did not end by itself after its exception.
-        terminated: Whether it was still running when another had failed, and was sent SIGTERM for that.
+        stopped: Whether it was stopped because it did not end after its exception.
+        terminated: Whether it was still running when another failed, and was sent SIGTERM.
     """
 
     rank: int
@@ -71,14 +71,14 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that ends by it: 128 + n where signal n ended it; 1 after an exception."""
+        """The exit code of the run: 128 + n if signal n ended the worker, 1 after an exception."""
         if self.stopped:
             return 1
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
     def lost_peers(self) -> bool:
-        """Whether it failed because it lost the connection to others, which so failed before it."""
+        """Whether it failed because it lost the connection to others, which therefore failed first."""
         return _LOST.search(last_exception(self.stderr_tail) or self.stderr_tail) is not None
 
 
@@ -95,7 +95,7 @@ def first_failure(failures: Collection[Failure]) -> Failure:
         # Others can notice a crash before its end is seen, with errors that _LOST does not match.
         if failure.returncode in _CRASHES and not failure.stopped:
             return 0, failure.at
-        # A worker that saves on SIGTERM and ends with 75, say, or is aborted by torch.
+        # For example a worker that saves on SIGTERM and ends with 75, or is aborted by torch.
         if failure.terminated and not last_exception(failure.stderr_tail):
             return 3, failure.at
         return 2 if failure.lost_peers else 1, failure.at
@@ -105,7 +105,7 @@ def first_failure(failures: Collection[Failure]) -> Failure:
 
 
 def describe_end(returncode: int) -> str:
-    """Say how a process ended.
+    """Describe how a process ended.
 
     Args:
         returncode: Its exit code, or minus the signal that ended it.
@@ -118,13 +118,13 @@ def describe_end(returncode: int) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What a summary shows of a run in addition to the failures.
+    """The content of a summary in addition to the failures.
 
     Args:
         command_name: The command that prints it, e.g. `accel launch`.
         size: Number of workers.
-        stopped: How many of them were running and were stopped, and had not failed themselves.
-        command: What they ran; nothing for a function.
+        stopped: How many of them were stopped without having failed themselves.
+        command: Their command; empty for a function.
         logs: The folder of the log files, if any.
         debug: Whether debug mode was on, in which no frame is left out.
         colour: Whether to write in colour.
@@ -149,11 +149,11 @@ class Report:
 
 
 def failure_summary(failures: Collection[Failure], report: Report) -> str:
-    """Return the summary of a failed run: the first failure with its traceback, the others in a line each.
+    """Return the summary of a failed run: the first failure with its traceback, one line for each other.
 
     Args:
         failures: All failures, at least one.
-        report: What else it says.
+        report: The rest of its content.
 
     Returns:
         Lines for the launcher's stderr.
@@ -180,7 +180,7 @@ def _other_lines(others: list[Failure]) -> list[str]:
     lines = []
     for failure in others[:_MAX_OTHERS]:
         tail = (last_exception(failure.stderr_tail) or failure.stderr_tail.rstrip()).splitlines()
-        # An exception begins with its type; of other output the last line says most.
+        # An exception begins with its type; in other output the last line is most informative.
         text = tail[0 if HEADER in failure.stderr_tail else -1] if tail else "it wrote nothing to stderr"
         what = " lost its connection" if failure.lost_peers else ""
         lines.append(f"  then rank {failure.rank}{what} ({failure.end}): {text}")

@@ -1,4 +1,4 @@
-"""Read tracebacks in a worker's stderr: the exception, and the frames of libraries in one line each."""
+"""Read tracebacks in a worker's stderr: the exception, and a line instead of consecutive library frames."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from itertools import groupby
 
 HEADER = "Traceback (most recent call last):"
-"""How a traceback begins."""
+"""The first line of a traceback."""
 
 FOLDED = "  ... "
-"""How the line begins that stands for frames."""
+"""Prefix of a line that replaces frames."""
 
 _LIBRARIES = (
     *("accel", "accel_ckpt", "accel_data", "accel_launch", "accel_ops", "accel_optim", "accel_state"),
@@ -41,7 +41,7 @@ def last_exception(text: str) -> str:
         text: Clean text.
 
     Returns:
-        `ValueError: boom`, with further lines where the message has some; "" if there is no traceback.
+        `ValueError: boom`, with further lines if the message has them; "" if there is no traceback.
     """
     # The last one: those before it are its causes ("During handling of ...").
     start = text.rfind(HEADER)
@@ -55,7 +55,7 @@ def last_exception(text: str) -> str:
 
 
 def library_folders() -> dict[str, str]:
-    """Return the folders of torch and accel's packages, as far as they are here, with their names."""
+    """Return the folders of torch and accel's packages, if installed, with their names."""
     found = {}
     for name in _LIBRARIES:
         spec = find_spec(name)
@@ -66,7 +66,7 @@ def library_folders() -> dict[str, str]:
 
 
 def fold_frames(text: str, folders: dict[str, str]) -> str:
-    """Replace frames of libraries that follow each other by one line, but for the last frame of a traceback.
+    """Replace consecutive library frames with one line, except for the last frame of a traceback.
 
     Args:
         text: Clean text.

@@ -1,4 +1,4 @@
-"""Write workers' output to the launcher's own stdout or stderr without ever being stuck there."""
+"""Write workers' output to the launcher's own stdout or stderr without blocking."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def has_colour(descriptor: int) -> bool:
     """Return whether to write in colour: to a terminal, unless NO_COLOR is set.
 
     Args:
-        descriptor: What is written to.
+        descriptor: The file descriptor.
     """
     return os.isatty(descriptor) and not env.is_set("NO_COLOR") and env.raw("TERM") != "dumb"
 
 
 class Console:
-    """One of the launcher's own streams, with a buffer for what it does not take at once.
+    """One of the launcher's own streams, with a buffer for data that it does not accept immediately.
 
     Args:
         descriptor: The stream's file descriptor.
@@ -36,25 +36,25 @@ class Console:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits for the stream to take it."""
+        """Whether data is buffered."""
         return bool(self._pending)
 
     @property
     def full(self) -> bool:
-        """Whether so much waits that workers should be made to wait too."""
+        """Whether so much data is buffered that workers should wait."""
         return len(self._pending) >= _FULL
 
     def write(self, data: bytes) -> None:
-        """Write what the stream takes now and keep the rest for `flush`.
+        """Write what the stream accepts now and buffer the rest for `flush`.
 
         Args:
-            data: Whole lines, where there is a choice.
+            data: Complete lines, if possible.
         """
         self._pending += data
         self.flush()
 
     def flush(self, *, block: bool = False) -> None:
-        """Write what was kept.
+        """Write the buffered data.
 
         Args:
             block: Wait until everything is written.

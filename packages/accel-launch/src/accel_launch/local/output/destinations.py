@@ -40,13 +40,13 @@ class Output:
     """How the output of a run is shown and kept.
 
     stderr always passes through the launcher, which needs its end for the summary. stdout does so only for a
-    prefix, a log file, or a worker of another machine.
+    prefix, a log file, or a worker on another machine.
 
     Args:
         stdout: The launcher's stdout.
         stderr: The launcher's stderr.
         prefixed: Streams that get the rank before every line: 1, 2.
-        role: What stands before the rank in the prefix.
+        role: The text before the rank in the prefix.
         folder: The log files' folder, new for each run; None for no log files.
         logged: Streams that are copied to log files: 1, 2.
         captured: Whether stdout passes through the launcher.
@@ -101,7 +101,7 @@ class Output:
 
         Args:
             rank: The worker's rank.
-            record: The file in which it writes down the exception by which it ends, if this machine has it.
+            record: The file in which it records the exception that ends it, if it is on this machine.
         """
         error, stderr = self._stream(rank, 2, self.stderr, record)
         if not self.captured:
@@ -142,7 +142,7 @@ class Output:
         return {**captured, **environ}
 
     def resize(self, streams: Iterable[Stream]) -> None:
-        """Give the workers' terminals the size of ours.
+        """Set the size of the workers' terminals to that of the launcher's.
 
         Args:
             streams: The workers' streams.

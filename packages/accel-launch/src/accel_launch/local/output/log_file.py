@@ -1,4 +1,4 @@
-"""A log file that never ends the run: where it cannot be written, the run continues without it."""
+"""A log file whose errors never end the run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Log:
     """A copy of one stream in a file.
 
     Args:
-        path: The file, which is made.
-        failed: Called with the error when the file cannot be written (a full disk); nothing is written from
-            then on.
+        path: The file, which is created.
+        failed: Called with the error when the file cannot be written (a full disk); nothing is written
+            afterwards.
     """
 
     def __init__(self, path: Path, failed: Callable[[OSError], None]) -> None:
@@ -43,5 +43,5 @@ class Log:
         file, self._file = self._file, None
         try:
             file.close()
-        except OSError as error:  # a quota, or a server, may say only now that there was no room
+        except OSError as error:  # a quota or a server may report only now that the disk is full
             self._failed(error)

@@ -1,8 +1,8 @@
 """A worker's stdout or stderr on its way to the console and to a log file.
 
 Complete lines are passed on at once. A line without its end is passed on after a moment, so that prompts and
-progress bars show. A traceback is delayed for a moment, as long as nothing else comes: if it is what ends
-the worker it belongs in the summary, once and in one piece, else it is shown as one block.
+progress bars show. A traceback is delayed for a moment, as long as nothing follows it: if it ends the
+worker, the summary shows it once and in one piece, else it is shown as one block.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from accel_launch.local.output.console import Console
 from accel_launch.local.output.log_file import Log
 
 TRACEBACK = b"Traceback (most recent call last):"
-"""How a traceback begins."""
+"""The first line of a traceback."""
 
 # Longer than a line takes to be written in two pieces, shorter than a reader notices.
 _PARTIAL_S = 0.05
 _DELAY_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
-_DELAY_LAST_S = 20.0  # the same, where the worker has recorded its failure
-_CONTINUES_S = 0.5  # output this long after the traceback says that the worker continues
+_DELAY_LAST_S = 20.0  # the same, if the worker has recorded its failure
+_CONTINUES_S = 0.5  # output this long after the traceback means that the worker continues
 # What accel_ops.debug.watchdog writes, in one piece.
 _REPORT = re.compile(rb"^Watchdog, process .*\n(?:  .*\n)*", re.MULTILINE)
 # A deep traceback has some kilobytes.
@@ -31,7 +31,7 @@ _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be 
 
 
 def open_capture(like: int) -> tuple[int, int]:
-    """Open a channel for a worker's output: a terminal if ours is one, to keep colours and bars, else a pipe.
+    """Open a channel for a worker's output: a terminal if the launcher has one, for colours and bars, or a pipe.
 
     Args:
         like: The launcher's own file descriptor.
@@ -57,7 +57,7 @@ def copy_window_size(source: int, target: int) -> None:
 
     Args:
         source: File descriptor of the terminal to copy from.
-        target: File descriptor of the terminal to change; anything else is left alone.
+        target: File descriptor of the terminal to change; anything else is left unchanged.
     """
     # Windows does not have them.
     import fcntl
@@ -77,7 +77,7 @@ class Stream:
         log: What gets a copy; None for none.
         prefix: Shown before every line.
         delay_tracebacks: Delay tracebacks, which may belong in the summary.
-        record: The file in which the worker records the exception that ends it; where it has, the
+        record: The file in which the worker records the exception that ends it; if it has, the
             traceback is its last and is delayed longer.
     """
 
@@ -127,7 +127,7 @@ class Stream:
         return True
 
     def drain(self, now: float) -> None:
-        """Read what is there, and show a line even if its end is missing.
+        """Read the available output, and show a line even if it is incomplete.
 
         Args:
             now: The time, from time.monotonic().
@@ -156,7 +156,7 @@ class Stream:
         return self._record is not None and self._record.exists()
 
     def tick(self, now: float) -> None:
-        """Show what has waited long enough.
+        """Show output whose delay is over.
 
         Args:
             now: The time, from time.monotonic().
@@ -174,7 +174,7 @@ class Stream:
         return delayed
 
     def tail(self) -> bytes:
-        """Return the end of what was written: the last traceback in it, else the last lines."""
+        """Return the end of the output: its last traceback, else its last lines."""
         start = self._tail.rfind(TRACEBACK)
         if start >= 0:
             return bytes(self._tail[self._tail.rfind(b"\n", 0, start) + 1 :])
@@ -200,7 +200,7 @@ class Stream:
         if self._log is not None:
             self._log.write(data)
         self._tail += data
-        # Cut at twice the size, not at every read, so that bytes are moved seldom.
+        # Cut at twice the size, not at every read, to move bytes rarely.
         if len(self._tail) > 2 * _TAIL_BYTES:
             del self._tail[:-_TAIL_BYTES]
         # Progress bars end their lines by a carriage return.
@@ -233,7 +233,7 @@ class Stream:
         if self.delayed_since is None:
             self._show(text)
             return
-        # It says where all processes are, which no summary does.
+        # It describes all processes, unlike a summary.
         self._show(b"".join(_REPORT.findall(text)))
         self._delayed += _REPORT.sub(b"", text)
         # More than a traceback has: the worker continues to write, so there is no reason for a delay.
