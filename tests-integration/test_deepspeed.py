@@ -827,7 +827,7 @@ def with_an_old_state() -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     model(data(2).tensors[0]).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="has a state already"):
+    with pytest.raises(ValueError, match="has state already"):
         accelerator.prepare(model, optimizer)
     return True
 

@@ -1,1 +1,1 @@
-"""Models that are large for the memory at hand."""
+"""Models that are large for the available memory."""

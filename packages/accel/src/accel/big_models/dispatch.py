@@ -52,45 +52,46 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place a model according to a device map, and make it run that way.
+    """Place a model according to a device map, and add the hooks to run it.
 
-    What the map puts on "disk", or on "cpu" next to an accelerator, is offloaded: its weights are moved to
+    Weights that the map puts on "disk", or on "cpu" next to an accelerator, are offloaded: they are moved to
     the main device while their module runs. Tied weights stay tied; they are not offloaded if one of their
-    modules is not. A model that is dispatched already is dispatched again.
+    modules is not. A dispatched model is dispatched again.
 
     Args:
         model: The model. It gets `hf_device_map`, a copy of the map.
-        device_map: Device by name of a module or weight; of several names that fit the longest counts, and ""
-            is the whole model. "disk" is one. Names that the model does not have are warned of.
+        device_map: Device by name of a module or weight; the longest matching name applies, and "" is the
+            full model. "disk" is a device. Names that the model does not have cause a warning.
         main_device: Where offloaded modules run; by default the first device of the map that is neither "cpu"
             nor "disk", or else the CPU.
-        state_dict: The weights of what is on "cpu"; by default the model's.
-        offload_dir: The folder for what is on "disk". What the model has is written; for weights on the meta
-            device the folder's are used.
-        offload_index: Where weights are on the disk, by name, as for `OffloadedWeightsLoader`; by default as
-            the folder's index says. What the map has in memory, and the model on the meta device, is read.
+        state_dict: The weights of modules on "cpu"; by default the model's.
+        offload_dir: The folder for modules on "disk". Weights of the model are written to it; for weights on
+            the meta device the folder's are used.
+        offload_index: Where weights are on the disk, by name, as for `OffloadedWeightsLoader`; by default
+            from the folder's index. Weights that the map has in memory, and the model on the meta device, are
+            read.
         offload_buffers: Offload buffers too.
         skip_keys: Keyword arguments, keys and fields whose values are not moved between devices.
         preload_module_classes: Names of classes that use the weights of modules inside of them without
-            calling these. Those of torch are known.
-        force_hooks: Attach hooks also where all is on one device, and the model could simply be moved.
+            calling these. Those of torch are included.
+        force_hooks: Attach hooks even if the map has one device, to which the model could simply be moved.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If the map is not a mapping.
-        ValueError: If the map does not cover the model, or names a device that is not there; if a weight has
-            no values, or is of a class that cannot be written to the disk, or would replace one in the folder
-            that another model reads; if the model is sharded by FSDP. The model is unchanged.
+        ValueError: If the map does not cover the model, or names a device that does not exist; if a weight
+            has no values, has a class that cannot be written to the disk, or would replace one in the folder
+            that another model reads; if FSDP shards the model. The model is unchanged.
         OSError: If the folder cannot be written. The model is unchanged.
     """
     check_placement(model, device_map, main_device)
     check_not_sharded(model)
-    # Weights as well as modules: a map may place one weight by itself.
+    # Weights as well as modules: a map may place a single weight.
     names = {name for name, _ in model.named_modules(remove_duplicate=False)} | named_tensors(model).keys()
     existing_map = {name: device for name, device in device_map.items() if name in names}
-    # As devices: 0, "cuda:0" and torch.device("cuda", 0) are one.
+    # As devices: 0, "cuda:0" and torch.device("cuda", 0) are the same.
     kinds = {
         str(device) if str(device) == "disk" else str(as_device(device)) for device in existing_map.values()
     }
@@ -105,7 +106,7 @@ def dispatch_model(
         )  # fmt: skip
     elif existing_map:
         _move_to_device(model, existing_map, offload_dir, offload_index)
-    # Clients read this attribute, transformers among them.
+    # transformers and other libraries read this attribute.
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -127,28 +128,28 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model, each weight to its place, and dispatch the model.
+    """Load a checkpoint into a model, each weight on its device, and dispatch the model.
 
-    Files are mapped into memory, and weights go from there to their device one by one. Those on "cpu" and on
-    "disk" are left in safetensors files where these have them in the right dtype: the former become memory as
-    they are used, and what is written to them never reaches the file. Do not write into the files while the
-    model is in use: it is an error where weights of "disk" are read, and changes weights of "cpu". Files that
-    take their places change nothing on Linux, and are an error for "disk" elsewhere.
+    Files are mapped into memory, and weights are copied from there to their device one by one. Those on "cpu"
+    and "disk" stay mapped from safetensors files that have them in the right dtype: those on "cpu" are paged
+    in as they are used, and writes to them never reach the file. Do not write to the files while the model is
+    in use: this is an error when weights on "disk" are read, and changes weights on "cpu". Replacing the
+    files is safe on Linux, and an error for "disk" on other systems.
 
     Args:
-        model: The model, usually made under `init_empty_weights`. One that is dispatched already is
+        model: The model, usually made under `init_empty_weights`. A dispatched one is
             dispatched again.
         checkpoint: A file of weights, an index, or a folder with one of them.
-        device_map: Device by name of a module, as for `dispatch_model`; or how to make such a map: "auto" or
-            "balanced" (evenly over the accelerators), "balanced_low_0" (with room on the first, for what
-            `generate` needs) or "sequential" (one after the other). None: the model is filled where it is,
-            and not dispatched; one that is dispatched stays so.
-        max_memory: Bytes (or text such as "1GB") by device, for a map that is made here.
-        no_split_module_classes: Names of classes whose instances stay on one device, likewise.
-        offload_folder: Where weights of "disk" are written that cannot be read in place.
+        device_map: Device by name of a module, as for `dispatch_model`; or a strategy to make such a map:
+            "auto" or "balanced" (evenly over the accelerators), "balanced_low_0" (with room on the first for
+            `generate`) or "sequential" (one after the other). None: the weights are loaded where the model
+            is, which is not dispatched; a dispatched one stays dispatched.
+        max_memory: Bytes (or text such as "1GB") by device, for a map made from a strategy.
+        no_split_module_classes: Names of classes whose instances stay on one device, for such a map.
+        offload_folder: The folder for weights on "disk" that cannot be read in place.
         offload_buffers: Offload buffers too.
-        dtype: What floating-point weights become; by default what they are in the model.
-        offload_state_dict: Without effect: weights are never all in memory before they are placed.
+        dtype: Dtype of floating-point weights; by default the model's.
+        offload_state_dict: No effect: weights are never all in memory before they are placed.
         skip_keys: As for `dispatch_model`.
         preload_module_classes: As for `dispatch_model`.
         force_hooks: As for `dispatch_model`.
@@ -160,20 +161,20 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        ValueError: If `device_map` is unknown text, does not fit the model, or names a device that is not
-            there; if a folder is needed and not given, or has weights that another model reads and that
+        ValueError: If `device_map` is unknown text, does not fit the model, or names a device that does
+            not exist; if a folder is needed and not passed, or has weights that another model reads and that
             would be replaced; if a weight would have no values.
         FileNotFoundError: If there are no weights at `checkpoint`.
         CheckpointError: If a file is damaged.
         OSError: If a weight cannot be written to the folder. After an error while weights are placed, those
-            that were on the meta device are there again.
+            that were on the meta device are on it again.
     """
     if isinstance(device_map, str):
         splits = no_split_module_classes
         device_map = make_device_map(model, device_map, max_memory, splits, dtype, offload_buffers)
     if device_map is not None:
         check_placement(model, device_map)
-    # Weights of "disk" stay in the safetensors files that have them.
+    # Weights on "disk" stay in the safetensors files that have them.
     placement = WeightPlacement.from_options(
         device_map, offload_folder, dtype, offload_buffers, in_place=True
     )
@@ -206,12 +207,12 @@ def _spread(
     preload_module_classes: list[str] | None,
 ) -> None:
     """Attach the hooks that run a model over several devices; offloaded weights are stored first."""
-    # What a previous dispatch has offloaded; its hooks stay until all checks have passed.
+    # Weights offloaded by a previous dispatch; its hooks stay until all checks have passed.
     previous = offloaded_values(model)
     offloaded = offloaded_kinds(main)
 
     def place(name: str) -> str | None:
-        # Left out only where a client has switched the check of the map off.
+        # Missing only if a library has disabled the check of the map.
         kind = str(device_for(name, device_map, default=main))
         return kind if kind in offloaded else None
 
@@ -254,13 +255,13 @@ def _move_to_device(
 
 
 def _remove_hooks(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Remove the hooks of a previous dispatch, and restore the weights that only the hooks had.
+    """Remove the hooks of a previous dispatch, and restore the weights that only these hooks had.
 
     Other hooks are added again.
     """
     for module in model.modules():
         hooks = hooks_of(module)
-        # Hooks of the user stay, in their order.
+        # The user's hooks stay, in their order.
         user_hooks = [
             hook for hook in hooks if not isinstance(hook, AlignDevicesHook | EndOfForward | MoveGuard)
         ]
@@ -272,7 +273,7 @@ def _remove_hooks(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _forget_replaced(model: nn.Module) -> None:
-    """Make hooks of a previous dispatch drop weights that were replaced by loading others."""
+    """Make hooks of a previous dispatch drop weights that have been replaced by loaded ones."""
     for module in model.modules():
         for hook in hooks_of(module):
             if isinstance(hook, AlignDevicesHook):
@@ -285,12 +286,12 @@ def _listed_values(
     folder: Folder | None,
     index: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, torch.Tensor]:
-    """Map weights that an index lists, and that are on the meta device and will not be offloaded."""
+    """Map weights that are in an index and on the meta device, and that will not be offloaded."""
     if not index:
         return {}
     weights = OffloadedWeightsLoader(save_folder=folder, index=index)
     tensors = {name: tensor for name, (tensor, _) in named_tensors(model).items() if tensor.is_meta}
-    # An index may have any of the names of a tied weight.
+    # An index may have any name of a tied weight.
     listed = {id(tensors[name]): name for name in tensors.keys() & index.keys()}
     return {
         name: weights[listed[id(tensor)]]
@@ -329,7 +330,7 @@ def _attach(
     }
     offload = {name: str(device) in offloaded for name, device in device_map.items()}
     _raise_weights_to_modules(model, execution, offload, main)
-    # The model itself, whose inputs are brought to its first device.
+    # The model itself: inputs are moved to its first device.
     execution.setdefault("", main)
     ties = tied_params(model)
     _place_tied(model, ties, execution, offload)
@@ -348,7 +349,7 @@ def _raise_weights_to_modules(
 ) -> None:
     """Offload a module if the map offloads one of its weights by name."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Anything but a module is a weight.
+    # Anything else is a weight.
     for name in [name for name in offload if name not in modules]:
         owner = name.rpartition(".")[0]
         if not offload.pop(name) or device_for(owner, offload, default=0) is True:

@@ -1,4 +1,4 @@
-"""Build models without memory for their weights, or with them on a device from the start."""
+"""Build models without memory for their weights, or directly on a device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import env
 
-# Of a module, a name and a tensor; returns what is registered in the tensor's place, or None.
+# Called with a module, a name and a tensor; returns the tensor to register instead, or None.
 Hook = Callable[..., Any]
 
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models with their parameters on the meta device, where they have shapes and take no memory.
+    """Build models with their parameters on the meta device, where they have shapes but take no memory.
 
-    Weights are moved as each is registered, so that building takes the memory of the largest one, and
-    initialising them takes no time. `load_checkpoint_in_model` fills such a model.
+    Each weight is moved when it is registered, so building takes the memory of the largest one, and
+    initialisation takes no time. `load_checkpoint_in_model` loads weights into such a model.
 
     Args:
-        include_buffers: Put buffers on the meta device too. Checkpoints often lack them (tables of positions,
-            say), so they are real by default, or as ACCELERATE_INIT_INCLUDE_BUFFERS says.
+        include_buffers: Put buffers on the meta device too. Checkpoints often lack them (position
+            tables, for example), so they are real by default; ACCELERATE_INIT_INCLUDE_BUFFERS changes that.
 
     Yields:
         Nothing.
@@ -45,22 +45,22 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build models with their parameters on a device, one by one, without the full model on the CPU first.
+    """Build models directly on a device, parameter by parameter, without the full model on the CPU first.
 
-    Modules that this thread builds inside are concerned, and those that were there before are left alone. A
-    parameter that several modules share stays one. Of contexts in each other the innermost counts.
+    Applies to modules that this thread builds inside the context, not to existing ones. A parameter that
+    several modules share stays shared. Of nested contexts, the innermost applies.
 
     Args:
         device: The device.
         include_buffers: Put buffers there too; None: as ACCELERATE_INIT_INCLUDE_BUFFERS says, by default
-            not.
+            no.
 
     Yields:
         Nothing.
     """
     if include_buffers is None:
         include_buffers = env.get("ACCELERATE_INIT_INCLUDE_BUFFERS")
-    # Of a tensor there: "cuda" has an index then, as the devices have that it is compared with.
+    # Of a tensor on it: then "cuda" has an index, as the devices that it is compared with.
     hook = _moving_to(torch.empty(0, device=device).device)
     outer, _thread_hook.hook = _thread_hook.hook, hook
     with ExitStack() as ending:
@@ -72,7 +72,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _ThreadHook(threading.local):
-    """The hook of this thread: torch calls each hook in all threads, and those of outer contexts too."""
+    """The hook of this thread: torch calls hooks in all threads, including those of outer contexts."""
 
     hook: Hook | None = None
 
@@ -81,8 +81,8 @@ _thread_hook = _ThreadHook()
 
 
 def _moving_to(device: torch.device) -> Hook:
-    """Return a hook that puts what a module registers on a device."""
-    moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is registered twice is moved once
+    """Return a hook that moves what a module registers to a device."""
+    moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that are registered twice are moved once
 
     def hook(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None or tensor.device == device or _thread_hook.hook is not hook:
@@ -98,13 +98,13 @@ def _moving_to(device: torch.device) -> Hook:
 def _copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor or parameter of the same type on another device."""
     kind: Any = type(tensor)
-    if is_lazy(tensor):  # its device is where it will get its values
+    if is_lazy(tensor):  # its device is set when it is initialised
         made: torch.Tensor = kind(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype)
         return made
     data = tensor.detach().to(device)
     if not isinstance(tensor, torch.nn.Parameter):
         return data
     parameter: torch.Tensor = torch.Tensor._make_subclass(kind, data, tensor.requires_grad)
-    # What libraries have noted on the parameter.
+    # Attributes that libraries have set on the parameter.
     parameter.__dict__.update(tensor.__dict__)
     return parameter

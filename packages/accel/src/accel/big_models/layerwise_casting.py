@@ -1,4 +1,4 @@
-"""Weights that rest in a small dtype, such as float8, and are cast for the time of each layer's forward."""
+"""Weights stored in a small dtype, such as float8, and cast for each layer's forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.big_models.hooks.base import Arguments, ModelHook, SequentialHook, add_hook_to_module
 
-# Norms and embeddings are small, or lose more by rounding than they save.
+# Norms and embeddings are small, or rounding costs more than it saves.
 _CAST = (
     nn.Linear,
     nn.Conv1d,
@@ -29,17 +29,17 @@ Swap = tuple[WeightPlace, torch.Tensor, torch.Tensor, int]
 class LayerwiseCastingHook(ModelHook):
     """Keeps the floating-point weights of one module in a storage dtype, and casts them for each forward.
 
-    What is stored is not written again after a forward, so its values stay the same over any number of
+    Stored values are not written after a forward, so they do not change over any number of
     calls. Gradients of inputs and of weights pass through the cast. When the hook is removed, weights get
-    back the dtype that they had before it; what the storage dtype rounded off stays lost.
+    their previous dtype back, but not the precision that the storage dtype lost.
 
     Args:
-        storage_dtype: The floating-point dtype of the weights at rest, such as `torch.float8_e4m3fn`.
+        storage_dtype: The floating-point dtype of the stored weights, such as `torch.float8_e4m3fn`.
         compute_dtype: Their floating-point dtype in the forward; inputs must have it.
-        non_blocking: Cast without waiting for the device, where it can.
+        non_blocking: Cast without waiting for the device, if possible.
 
     Raises:
-        ValueError: If a dtype is no floating-point dtype.
+        ValueError: If a dtype is not a floating-point dtype.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -52,31 +52,31 @@ class LayerwiseCastingHook(ModelHook):
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
         self._dtypes: dict[str, torch.dtype] = {}
-        self._calls: list[list[Swap]] = []  # one inside of another, where a forward calls its own module
+        self._calls: list[list[Swap]] = []  # nested if a forward calls its own module
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the weights of the module, and of those inside of it, to the storage dtype."""
         for name, tensor in _floating(module).items():
-            if tensor.dtype != self.storage_dtype:  # else there is nothing to undo: another layer shares it
+            if tensor.dtype != self.storage_dtype:  # else another layer shares it: nothing to undo
                 self._dtypes[name] = tensor.dtype
-                # The same object with other data: optimizers and tied modules keep it.
+                # The same object with other data, as optimizers and tied modules have it.
                 tensor.data = tensor.data.to(self.storage_dtype, non_blocking=self.non_blocking)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Put weights in the compute dtype in the places of those that are stored."""
+        """Replace the stored weights with weights in the compute dtype."""
         swaps: list[Swap] = []
         for name, tensor in _floating(module).items():
             cast = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
             swaps.append((_place(module, name), tensor, cast, cast._version))
-        # After all casts: where one fails for want of memory, nothing is replaced, and none of them is kept.
+        # After all casts: if one runs out of memory, nothing is replaced or kept.
         self._calls.append(swaps)
         for place, _, cast, _ in swaps:
             _put(place, cast)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the stored weights back; a buffer that the forward changed is stored as it is now."""
+        """Restore the stored weights; a buffer that the forward has changed is stored again."""
         for _, tensor, cast, version in self._calls[-1]:
             if cast is not tensor and cast._version != version:
                 with torch.no_grad():
@@ -85,7 +85,7 @@ class LayerwiseCastingHook(ModelHook):
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Put the stored weights back as they were."""
+        """Restore the stored weights."""
         for place, tensor, _, _ in self._calls.pop():
             _put(place, tensor)
 
@@ -107,26 +107,26 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of linear and convolution layers in a small dtype, cast for each layer's forward.
+    """Store the weights of linear and convolution layers in a small dtype, cast for each layer's forward.
 
-    A model of bfloat16 takes half the memory in `torch.float8_e4m3fn`, plus one layer in the compute dtype
+    A bfloat16 model takes half the memory in `torch.float8_e4m3fn`, plus one layer in the compute dtype
     while it runs. Embeddings, norms and parameters of other modules stay as they are, and so does a layer
     that shares a weight with one of them, or that its parent reads without calling it (the output projection
     of `nn.MultiheadAttention`). `remove_hook_from_submodules` undoes it.
 
     Args:
         module: A model, or a single layer.
-        storage_dtype: The floating-point dtype of the weights at rest.
+        storage_dtype: The floating-point dtype of the stored weights.
         compute_dtype: Their dtype in the forward. Run the other layers in it too:
             `model.to(compute_dtype)`.
-        skip_modules_pattern: Regular expressions, found anywhere in the dotted name of a module: those
-            modules are left as they are, with all inside of them. By default none.
+        skip_modules_pattern: Regular expressions, searched in the dotted name of a module: matching
+            modules and all inside of them are left as they are. By default none.
         skip_modules_classes: Classes of modules that are left as they are, with all inside of them. By
             default none.
-        non_blocking: Cast without waiting for the device, where it can.
+        non_blocking: Cast without waiting for the device, if possible.
 
     Raises:
-        ValueError: If a dtype is no floating-point dtype, or a layer has such a hook already.
+        ValueError: If a dtype is not a floating-point dtype, or a layer has such a hook already.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
@@ -180,7 +180,7 @@ def _check_no_hook(layer: nn.Module, name: str) -> None:
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     if any(isinstance(item, LayerwiseCastingHook) for item in hooks):
         raise ValueError(
-            f"{name or type(layer).__name__} has a hook for layer-wise casting already. Remove it first: "
+            f"{name or type(layer).__name__} already has a hook for layer-wise casting. Remove it first: "
             "remove_hook_from_submodules(model)."
         )
 
@@ -199,6 +199,6 @@ def _place(module: nn.Module, name: str) -> WeightPlace:
 
 def _put(place: WeightPlace, tensor: torch.Tensor) -> None:
     module, leaf = place
-    # Assigned past nn.Module.__setattr__, which takes parameters alone: a cast one is no leaf of autograd.
+    # Assigned past nn.Module.__setattr__, which only takes parameters: a cast one is not an autograd leaf.
     table: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
     table[leaf] = tensor

@@ -1,4 +1,4 @@
-"""Copies of parameters and buffers on other devices that stay what they are: their class and attributes."""
+"""Copies of parameters and buffers on other devices, with their class and attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_ops.module_tensors import move_tensor
 
 META = torch.device("meta")
 
-# Classes of torch's own hooks that compute a weight before a module's forward, with what takes their place.
+# Classes of torch's own hooks that compute a weight before a module's forward, with their replacements.
 _COMPUTING = {
     "WeightNorm": "torch.nn.utils.parametrizations.weight_norm",
     "SpectralNorm": "torch.nn.utils.parametrizations.spectral_norm",
@@ -23,12 +23,12 @@ def move(value: torch.Tensor, current: torch.Tensor, device: torch.device | None
     """Return a weight on a device, in the dtype and of the class that it has in the model.
 
     Args:
-        value: The weight, wherever it is kept.
-        current: What the model has in its place.
-        device: Where to; None for where it is.
+        value: The weight, on any device.
+        current: The tensor that the model has in its place.
+        device: The device; None for the current one.
 
     Returns:
-        `value` itself, if nothing about it has to change.
+        `value` itself if nothing has to change.
     """
     device = value.device if device is None else device
     in_place = value.device == device and value.dtype == current.dtype
@@ -39,23 +39,23 @@ def move(value: torch.Tensor, current: torch.Tensor, device: torch.device | None
             if value.requires_grad != current.requires_grad:
                 value.requires_grad_(current.requires_grad)
             return value
-        if type(value).to is not torch.Tensor.to:  # it is quantized already, and knows how to move
+        if type(value).to is not torch.Tensor.to:  # already quantized, with its own `to`
             return value.to(device)
     if in_place and type(value) is torch.Tensor and type(current) is torch.nn.Parameter and not vars(current):
-        return torch.nn.Parameter(value, current.requires_grad)  # what `moved` returns, without its checks
+        return torch.nn.Parameter(value, current.requires_grad)  # as `move_tensor`, without its checks
     return _drop_stale_statistics(move_tensor(current, value, device))
 
 
 def bring_to(device: torch.device | None, value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     """Return an offloaded weight for a forward: `move`, but a quantized one is never the stored one itself.
 
-    Layers of bitsandbytes change the weight with which they run and its statistics: some lay it out again for
-    the CPU, others keep it for themselves.
+    Layers of bitsandbytes change the weight that they run with and its statistics: some change its layout for
+    the CPU, others keep it.
 
     Args:
-        device: Where to; None for where it is.
-        value: The weight, wherever it is kept.
-        current: What the model has in its place.
+        device: The device; None for the current one.
+        value: The weight, on any device.
+        current: The tensor that the model has in its place.
 
     Returns:
         The weight.
@@ -68,7 +68,7 @@ def bring_to(device: torch.device | None, value: torch.Tensor, current: torch.Te
 
 def _drop_stale_statistics(weight: torch.Tensor) -> torch.Tensor:
     if getattr(weight, "SCB", weight) is None:
-        # An int8 weight of a bitsandbytes layer that has run: the layer has its statistics, and asks no more.
+        # An int8 weight of a bitsandbytes layer that has run: the layer has its statistics now.
         weight.CB = None  # type: ignore[attr-defined]
     return weight
 
@@ -77,7 +77,7 @@ def int8_states(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """Return what bitsandbytes' 8-bit layers keep next to their weights: `CB` is the weight of the last call.
 
     Args:
-        modules: Modules, of which only such layers count that have not run yet: later, nothing else has it.
+        modules: Modules; only such layers that have not run yet count, as later nothing else has it.
     """
     found: list[Any] = []
     for module in modules:
@@ -88,19 +88,19 @@ def int8_states(modules: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what stands for a parameter or buffer whose values are elsewhere.
+    """Return a placeholder for a parameter or buffer whose values are elsewhere.
 
     Args:
         tensor: The parameter or buffer.
 
     Returns:
-        One of its class on the meta device; itself, if it is there.
+        One of its class on the meta device; itself if it is on it.
     """
     return move_tensor(tensor, None, META)
 
 
 def check_no_computed_weights(module: torch.nn.Module) -> None:
-    """Check that no hook of torch computes a module's weight before its forward, where offloaded ones arrive.
+    """Check that no hook of torch computes a module's weight before its forward, which loads offloaded ones.
 
     Args:
         module: The module.

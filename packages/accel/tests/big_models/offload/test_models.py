@@ -142,7 +142,7 @@ def test_the_state_dict_is_complete(net: nn.Module, offload: Offload) -> None:
 
 def test_loading_a_state_dict_is_an_error_and_not_lost(net: nn.Module, offload: Offload) -> None:
     model = offload(copy.deepcopy(net))
-    with pytest.raises(RuntimeError, match=r"cannot fill .*weight.*remove_hook_from_submodules"):
+    with pytest.raises(RuntimeError, match=r"cannot load .*weight.*remove_hook_from_submodules"):
         model.load_state_dict(net.state_dict())
 
     model.load_state_dict({"table": torch.zeros(4)}, strict=False)

@@ -143,9 +143,7 @@ def test_what_has_no_values_is_named(tmp_path: Path) -> None:
 
 
 def test_the_disk_needs_a_folder(net: Net) -> None:
-    with pytest.raises(
-        ValueError, match=r"^b\.bias of Net are to be on the disk: say where with offload_dir="
-    ):
+    with pytest.raises(ValueError, match=r"^b\.bias of Net are to be on the disk: pass offload_dir="):
         collect(net, on("b.bias"), False, {})
 
 

@@ -50,9 +50,9 @@ def test_what_does_not_fit_is_named() -> None:
         make_device_map(make(), "best", None, None, None)
     with pytest.raises(ValueError, match=r"no device for 1\.weight"):
         check_placement(make(), {"0": "cpu"})
-    with pytest.raises(ValueError, match="puts '0' on 'cuda:99', which is not there"):
+    with pytest.raises(ValueError, match="puts '0' on 'cuda:99', which does not exist"):
         check_placement(make(), {"": "cpu", "0": "cuda:99"})
-    with pytest.raises(ValueError, match="main_device is 'cuda:99', which is not there"):
+    with pytest.raises(ValueError, match="main_device is 'cuda:99', which does not exist"):
         check_placement(make(), {"": "disk"}, "cuda:99")
     check_placement(make(), {"": "disk"})
 

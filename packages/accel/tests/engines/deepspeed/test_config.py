@@ -53,7 +53,7 @@ def test_stages_and_offloading(zero, expected):
 def test_what_is_no_configuration_is_refused(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("[1]")
-    with pytest.raises(ValueError, match="holds a list"):
+    with pytest.raises(ValueError, match="has a list"):
         HfDeepSpeedConfig(file)
     file.write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):

@@ -130,7 +130,7 @@ def test_loaders_hold_the_micro_batches_of_a_step():
     assert with_micro_batches(loader, 1) is loader
     assert [len(batch) for batch in with_micro_batches(loader, 2)] == [6, 6, 6]
     own = DataLoader(range(20), batch_sampler=[[0, 1]])
-    with pytest.raises(ValueError, match="Give it batch_size"):
+    with pytest.raises(ValueError, match="Set batch_size"):
         with_micro_batches(own, 2)
 
 

@@ -1,1 +1,1 @@
-"""Hooks on the forward of a module, and those that bring its weights to their device for the time of it."""
+"""Hooks on the forward of a module, including those that move its weights to their device for a forward."""

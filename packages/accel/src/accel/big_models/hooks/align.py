@@ -1,4 +1,4 @@
-"""The hook that brings a module's weights, inputs and outputs to their devices, and weights back."""
+"""The hook that moves a module's weights, inputs and outputs to their devices, and weights back."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ from accel_ops.trees.tensors import find_device
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring a module's weights and inputs to one device for its forward.
+    """Move a module's weights and inputs to one device for its forward.
 
     Args:
-        execution_device: The device; None to leave inputs, and weights not offloaded, where they are.
-        offload: Whether the weights are elsewhere except while the forward runs. Of calls inside of each
-            other, or in several threads, the last to end takes them away.
-        io_same_device: Bring the output to the device of the first tensor among the inputs.
-        weights_map: The offloaded weights by name, possibly read when they are looked up; by default they are
+        execution_device: The device; None to leave inputs, and weights that are not offloaded, where they
+            are.
+        offload: Whether the weights are on the device only while the forward runs. Of nested calls, or calls
+            in several threads, the last one to end offloads them.
+        io_same_device: Move the output to the device of the first tensor among the inputs.
+        weights_map: The offloaded weights by name, which may be read on lookup; by default they are
             kept on the CPU.
-        offload_buffers: Offload persistent buffers too. Other buffers are on the execution device, and so is
-            a buffer from the first forward on that updates it.
-        place_submodules: Do all this for the weights of modules inside, too.
+        offload_buffers: Offload persistent buffers too. Other buffers are on the execution device, as are
+            buffers that a forward has updated.
+        place_submodules: Also do this for the weights of its submodules.
         skip_keys: Keyword arguments, keys and fields at any depth that are not moved.
-        tied_params_map: Copies of tied weights by device, by address of the weight, shared between the hooks
-            of a model so that each device has one copy.
+        tied_params_map: Copies of tied weights by address and device, shared between the hooks of a model so
+            that each device has one copy.
 
     Attributes:
         prefetcher: Reads weights of the modules that run next, for the hooks of a model with weights on the
@@ -101,7 +102,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither of these can be copied or pickled.
+        # These cannot be copied or pickled.
         return {key: value for key, value in vars(self).items() if key not in ("_lock", "_calls")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,7 +111,7 @@ class AlignDevicesHook(ModelHook):
         self._calls = threading.local()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module's weights to the execution device, or replace them by placeholders.
+        """Move the module's weights to the execution device, or replace them with placeholders.
 
         Args:
             module: The module.
@@ -119,7 +120,7 @@ class AlignDevicesHook(ModelHook):
             The module.
 
         Raises:
-            ValueError: If a weight is on the meta device and nothing has its values, or it is computed
+            ValueError: If a weight is on the meta device and has no values elsewhere, or it is computed
                 by torch's old `weight_norm` or similar; the module is unchanged.
         """
         entries = list(list_tensors(module.named_modules() if self.place_submodules else [("", module)]))
@@ -162,7 +163,7 @@ class AlignDevicesHook(ModelHook):
         if lost:
             raise ValueError(
                 f"{type(module).__name__} has no values for {', '.join(lost)} (on the meta device). Load its "
-                "weights first, or say where they are with weights_map= (state_dict=, offload_index=)."
+                "weights first, or pass weights_map= (state_dict=, offload_index=)."
             )
 
     def _copies(self, tensor: torch.Tensor) -> Copies | None:
@@ -184,7 +185,7 @@ class AlignDevicesHook(ModelHook):
         for table, leaf, name, _ in offloaded:
             tensor = table[leaf]
             copies = self._copies(tensor)
-            if copies is not None and self.execution_device in copies:  # it stays there for another module
+            if copies is not None and self.execution_device in copies:  # kept there for another module
                 table[leaf] = copies[self.execution_device]
                 continue
             self.original_devices[name] = tensor.device
@@ -197,7 +198,7 @@ class AlignDevicesHook(ModelHook):
             slots.append(Slot(table, leaf, name, placeholder, copies))
         if self.weights_map is None:
             self.weights_map = weights
-        elif weights:  # the hook has been moved to another module, whose weights count
+        elif weights:  # the hook has been moved to another module
             self.weights_map = ChainMap(weights, self.weights_map)  # type: ignore[arg-type]
         self.slots = slots
         self.offloaded_bytes = sum(slot.placeholder.nbytes for slot in slots)
@@ -222,7 +223,7 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def _devices_of_calls(self) -> list[torch.device | None]:
-        """Return where the inputs of this thread's calls came from, the innermost call's last."""
+        """Return the input devices of this thread's calls, the innermost call's last."""
         devices: list[torch.device | None] | None = getattr(self._calls, "devices", None)
         if devices is None:
             self._calls.devices = devices = []
@@ -249,7 +250,7 @@ class AlignDevicesHook(ModelHook):
         """Move weights, and buffers that were not offloaded, back to their devices from before the hook.
 
         Args:
-            module: The module. Weights that were on the meta device before are there again. Where nothing is
+            module: The module. Weights that were on the meta device return to it. If nothing is
                 offloaded, everything stays on the execution device.
 
         Returns:
@@ -345,11 +346,11 @@ class AlignDevicesHook(ModelHook):
     def _loaded(self, module: nn.Module, slot: Slot, ready: dict[str, torch.Tensor]) -> torch.Tensor:
         device = self.execution_device
         if slot.tied is not None and device in slot.tied:
-            return slot.tied[device]  # another module, which is still running, has loaded it
+            return slot.tied[device]  # loaded by another module that is still running
         value = ready[slot.name] if slot.name in ready else self._value(slot)
         if value.shape != slot.placeholder.shape:
             raise ValueError(
-                f"the offloaded weight {slot.name} has the shape {list(value.shape)}, and in "
+                f"the offloaded weight {slot.name} has the shape {list(value.shape)}, but in "
                 f"{type(module).__name__} {list(slot.placeholder.shape)}. Dispatch the model again."
             )
         value = bring_to(device, value, slot.placeholder)
@@ -360,7 +361,7 @@ class AlignDevicesHook(ModelHook):
         return value
 
     def unload(self, module: nn.Module) -> None:
-        """Replace offloaded weights by placeholders, unless another call is still running.
+        """Replace offloaded weights with placeholders, unless another call is still running.
 
         Args:
             module: The module.
@@ -382,11 +383,11 @@ class AlignDevicesHook(ModelHook):
             loaded = slot.table[slot.leaf]
             slot.table[slot.leaf] = slot.placeholder
             copies = {} if slot.tied is None or device is None else slot.tied
-            # The copy is forgotten with the first module that ends; others that
+            # The copy is dropped with the first module that ends; others that
             # run hold it in their own tables.
             if device in copies and copies[device] is loaded is not slot.placeholder:
                 del copies[device]
-        # The weight of the last call; a backward needs it.
+        # The weight of the last call, which a backward needs.
         if not torch.is_grad_enabled():
             for state in self._int8_states:
                 state.CB = None

@@ -1,4 +1,4 @@
-"""Attaching hooks to the modules of a model that have weights, as a placement asks."""
+"""Attach hooks to the modules of a model that have weights, according to a placement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Options:
     ) -> AlignDevicesHook:
         weights = self.weights_map if offload else None
         if weights is not None and name:
-            # A hook knows names inside of its module, and the map has those of the whole model.
+            # A hook uses names inside of its module, but the map has those of the full model.
             weights = PrefixedDataset(weights, f"{name}.")
         return AlignDevicesHook(
             device,
@@ -68,7 +68,7 @@ def attach_align_device_hook(
     Args:
         module: The model, or a module in it.
         execution_device: Where forwards run.
-        offload: Whether weights are elsewhere except while their module runs.
+        offload: Whether weights are on the device only while their module runs.
         weights_map: The offloaded weights by full name; by default they are kept on the CPU.
         offload_buffers: Offload buffers too.
         module_name: Name of `module` in `weights_map`.
@@ -120,8 +120,8 @@ def attach_align_device_hook_on_blocks(
 
     Args:
         module: The model, or a module in it.
-        execution_device: Device by name of a block, or one for all. Of several names that fit a module the
-            longest counts; "" is the model.
+        execution_device: Device by name of a block, or one for all. The longest matching
+            name applies; "" is the model.
         offload: Whether the weights of a block are offloaded, by name, or for all.
         weights_map: The offloaded weights by full name.
         offload_buffers: Offload buffers too.
@@ -146,7 +146,7 @@ def attach_align_device_hook_on_blocks(
 
 
 class _Blocks:
-    """Walks down a model; each module is placed as the nearest named block that it is in."""
+    """Walks down a model; each module is placed like the nearest named block around it."""
 
     def __init__(
         self, devices: Mapping[str, Device | None], offloads: Mapping[str, bool], options: _Options
@@ -163,7 +163,7 @@ class _Blocks:
         is_block = name in self.offloads and name in self.devices
         block = name if is_block else block
         options, preload, hook = self.options, False, None
-        # What leaves the model is where its inputs were. One hook for both: a second one would see inputs
+        # Outputs return to the device of the inputs. One hook for both: a second one would see inputs
         # that the first has moved.
         is_root = not name
         if block is not None:
@@ -171,14 +171,14 @@ class _Blocks:
             preload = options.preloads(module)
             if offload and (_has_direct_weights(module) or preload):
                 hook = options.hook(device, True, name, place_submodules=preload, io_same_device=is_root)
-            # A module without weights computes wherever its inputs are, and needs no hook.
+            # A module without weights runs where its inputs are, and needs no hook.
             elif is_block or _has_weights(module, self.weighty):
                 hook = options.hook(device, place_submodules=preload and not offload, io_same_device=is_root)
         if is_root and hook is None:
             hook = options.hook(self.devices.get(""), io_same_device=True)
         if hook is not None:
             add_hook_to_module(module, hook, append=True)
-        # Else its own hook brings the weights of all modules inside it.
+        # Else its own hook loads the weights of all modules inside it.
         if not preload:
             for child_name, child in module.named_children():
                 self.attach(child, f"{name}.{child_name}" if name else child_name, block)
@@ -187,7 +187,7 @@ class _Blocks:
 def _attach_where_weights_are(
     module: nn.Module, device: Device | None, offload: bool, options: _Options, name: str, seen: set[int]
 ) -> None:
-    # One hook for a module that has two names.
+    # One hook for a module with two names.
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -214,7 +214,7 @@ def _has_direct_weights(module: nn.Module) -> bool:
 
 
 def _has_weights(module: nn.Module, cache: dict[int, bool]) -> bool:
-    """Whether a module or one inside of it has weights; each is looked at once."""
+    """Whether a module or one inside of it has weights; each is checked once."""
     if id(module) not in cache:
         inside = (_has_weights(child, cache) for child in module.children())
         cache[id(module)] = _has_direct_weights(module) or any(inside)

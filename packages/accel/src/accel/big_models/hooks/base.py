@@ -1,4 +1,4 @@
-"""Hooks on a module's forward: what happens before and after it, with its keyword arguments."""
+"""Hooks that run before and after a module's forward, with its keyword arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelHook:
             **kwargs: The keyword arguments.
 
         Returns:
-            (args, kwargs): what forward is called with.
+            (args, kwargs): the arguments for forward.
         """
         return args, kwargs
 
@@ -59,12 +59,12 @@ class ModelHook:
             output: What it returned.
 
         Returns:
-            What the caller gets.
+            The output for the caller.
         """
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Undo `pre_forward` where forward raised, so that there is no output for `post_forward`.
+        """Undo `pre_forward` after forward raised, instead of `post_forward`.
 
         Args:
             module: The module.
@@ -114,7 +114,7 @@ class SequentialHook(ModelHook):
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
                 count += 1
         except BaseException:
-            # Not the one that failed, which has left the module as it was.
+            # Except the one that failed, which has left the module as it was.
             for hook in self.hooks[:count]:
                 hook.forward_failed(module)
             raise
@@ -148,28 +148,28 @@ class SequentialHook(ModelHook):
 class HookedForward:
     """The forward of a module that has a hook.
 
-    It holds the module weakly: the module holds it, and a cycle would keep the weights until the garbage
-    collector runs. To `inspect.signature` it looks like the forward that the module had before.
+    It has a weak reference to the module, which refers to it: a cycle would keep the weights until the
+    garbage collector runs. For `inspect.signature` it looks like the original forward.
 
     Args:
         module: The module, with its `_hf_hook` and its `_old_forward`.
 
     Attributes:
-        retired: The earlier forward, once the hook is removed while another wrapper still calls this.
+        retired: The original forward, if the hook was removed while another wrapper still calls this.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.__setstate__((module, None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward that the module had before, between the methods of the hook."""
-        # The hook is gone, and another wrapper still holds this forward.
+        """Call the original forward, between the methods of the hook."""
+        # The hook was removed, but another wrapper still has this forward.
         if self.retired is not None:
             return self.retired(*args, **kwargs)
         module: Any = self._module()
         if module is None:
             raise ReferenceError(f"the {self._name} of this hook has been freed: keep the module itself.")
-        # Read at each call: a hook that was appended meanwhile is called too.
+        # Read at each call, as a hook may have been appended.
         hook: ModelHook = module._hf_hook
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
         try:
@@ -189,7 +189,7 @@ class HookedForward:
         forward = state.get("retired") or (vars(module).get("_old_forward") if module is not None else None)
         if forward is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # inspect.signature(model.forward) asks for it; transformers finds a model's inputs so.
+        # inspect.signature(model.forward) reads it; transformers finds a model's inputs this way.
         return signature(forward) if name == "__signature__" else getattr(forward, name)
 
     def __getstate__(self) -> tuple[nn.Module | None, Callable[..., Any] | None]:
@@ -202,20 +202,20 @@ class HookedForward:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Add a hook to a module: its `forward` calls the hook from then on.
+    """Add a hook to a module, whose `forward` then calls the hook.
 
-    The module keeps the hook as `_hf_hook`, and the forward that it had as `_old_forward`.
+    The module keeps the hook as `_hf_hook`, and the original forward as `_old_forward`.
 
     Args:
-        module: The module. A hook that it has is removed first.
+        module: The module. An existing hook is removed first.
         hook: The hook.
-        append: Keep the hook that the module has, and call this one after it, both in a `SequentialHook`.
+        append: Keep the existing hook, and call this one after it, both in a `SequentialHook`.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: If `hook` is no `ModelHook`, or `module` no module.
+        TypeError: If `hook` is not a `ModelHook`, or `module` not a module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"a hook is added to a torch.nn.Module, not to {type(module).__name__}.")
@@ -228,7 +228,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         remove_hook_from_module(module)
     module = hook.init_hook(module)
     if old is not None and append:
-        module._hf_hook = SequentialHook(*_single_hooks(old), *_single_hooks(hook))  # type: ignore[assignment]
+        module._hf_hook = SequentialHook(*_hooks_of(old), *_hooks_of(hook))  # type: ignore[assignment]
         return module
     module._hf_hook = hook  # type: ignore[assignment]
     module._old_forward = weak_forward(module.forward, module)  # type: ignore[assignment]
@@ -237,7 +237,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook of a module, if it has one; its forward and attributes are as before the hook.
+    """Remove the hook of a module, if it has one, and restore its forward and attributes.
 
     Args:
         module: The module.
@@ -265,8 +265,8 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def _single_hooks(hook: ModelHook) -> tuple[ModelHook, ...]:
-    # Of this very class: a derived one may do more than its hooks.
+def _hooks_of(hook: ModelHook) -> tuple[ModelHook, ...]:
+    # Of exactly this class: a subclass may do more than its hooks.
     return hook.hooks if type(hook) is SequentialHook else (hook,)
 
 
@@ -275,8 +275,8 @@ def _restore_forward(module: nn.Module) -> None:
     hooked, old = attributes.pop("_hooked_forward"), attributes.pop("_old_forward")
     del attributes["_hf_hook"]
     if attributes.get("forward") is not hooked:
-        hooked.retired = old  # another wrapper, which stays, may call it
-    # The class's own method, which is found without an entry in the instance.
+        hooked.retired = old  # another wrapper may still call it
+    # The class's method needs no entry in the instance.
     elif isinstance(old, WeakForward) and old.bound.__func__ is getattr(type(module), "forward", None):
         del attributes["forward"]
     else:

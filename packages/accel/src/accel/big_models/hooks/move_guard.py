@@ -1,4 +1,4 @@
-"""Moving a dispatched model: an error, or a warning, where it would undo the placement."""
+"""Raise or warn if moving a dispatched model would undo its placement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MOVES = ("to", "cpu", "cuda", "hpu", "ipu", "mlu", "mtia", "musa", "npu", "sdaa
 
 
 class MoveGuard(ModelHook):
-    """Replaces a model's methods that move it, as long as the hook is there.
+    """Replaces the methods that move a model, as long as the hook is attached.
 
     Args:
-        offloaded: Whether weights of the model are offloaded: it cannot be moved then.
+        offloaded: Whether weights of the model are offloaded, so that it cannot be moved.
     """
 
     def __init__(self, offloaded: bool) -> None:
@@ -28,13 +28,13 @@ class MoveGuard(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Replace the methods."""
         for name in _MOVES:
-            # A method that somebody has replaced on this instance is left alone.
+            # A method that is already replaced on this instance stays.
             if hasattr(type(module), name) and name not in vars(module):
                 vars(module)[name] = _GuardedMove(module, name, self.offloaded)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Give the methods back."""
+        """Restore the methods."""
         for name in _MOVES:
             if isinstance(vars(module).get(name), _GuardedMove):
                 del vars(module)[name]
@@ -42,22 +42,22 @@ class MoveGuard(ModelHook):
 
 
 class _GuardedMove:
-    """A method that moves a dispatched model. It holds the model weakly, which holds it."""
+    """A method that moves a dispatched model, to which it has a weak reference, to avoid a cycle."""
 
     def __init__(self, module: nn.Module, name: str, offloaded: bool) -> None:
-        # The same way as out of a pickle, which holds no weak reference.
+        # As from a pickle, which cannot contain a weak reference.
         self.__setstate__((module, name, offloaded))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
             raise ReferenceError(f"the model of this {self._name}() has been freed.")
-        # Private in torch: what Module.to reads its arguments with; the device is
+        # Private in torch: Module.to parses its arguments with it; the device is
         # None where only the dtype changes.
         if self._name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
             if self._offloaded:
                 raise RuntimeError(
-                    f"{type(module).__name__} has weights offloaded to the memory of the CPU or to the disk: "
+                    f"{type(module).__name__} has weights offloaded to CPU memory or to the disk: "
                     f"{self._name}() cannot move it. Remove its hooks first: "
                     "accel.hooks.remove_hook_from_submodules(model)."
                 )

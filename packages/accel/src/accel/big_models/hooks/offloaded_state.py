@@ -1,4 +1,4 @@
-"""The state dict of a module whose weights are offloaded: it has them all the same."""
+"""State dicts of modules with offloaded weights, which include these weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Slot(Protocol):
 def keep_state(
     module: nn.Module, slots: Sequence[_Slot], value: Callable[[Any], torch.Tensor]
 ) -> tuple[Any, ...]:
-    """Put offloaded weights into the state dicts of a module, and reject what would be lost in loading one.
+    """Put offloaded weights into the state dicts of a module, and reject loading values that would be lost.
 
     Args:
         module: The module.
@@ -28,7 +28,7 @@ def keep_state(
         value: Returns one of these, without keeping it in memory.
 
     Returns:
-        Handles; `remove()` of each leaves the module's state dicts to it again.
+        Handles; their `remove()` restores the module's own behaviour.
     """
     state = _OffloadedState(slots, value)
     untyped: Any = module
@@ -41,7 +41,7 @@ def keep_state(
 
 
 class _OffloadedState:
-    """The module's hooks on state dicts: methods, as a module with them can be copied and pickled."""
+    """The module's hooks on state dicts: methods, so that the module can be copied and pickled."""
 
     def __init__(self, slots: Sequence[_Slot], value: Callable[[Any], torch.Tensor]) -> None:
         self.slots = slots
@@ -58,7 +58,7 @@ class _OffloadedState:
         lost = [prefix + slot.name for slot in self.slots if prefix + slot.name in state_dict]
         if lost:
             raise RuntimeError(
-                f"load_state_dict cannot fill {', '.join(lost)}: offloaded weights are not in the model. "
+                f"load_state_dict cannot load {', '.join(lost)}: offloaded weights are not in the model. "
                 "Remove its hooks first (remove_hook_from_submodules), or load with "
                 "load_checkpoint_and_dispatch."
             )

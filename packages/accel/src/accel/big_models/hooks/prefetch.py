@@ -17,13 +17,13 @@ from accel_ckpt.weights.mapped import read_pages
 
 _Weights = dict[str, torch.Tensor]
 
-# Modules are read ahead until they have this many bytes, as starting a thread for each takes 0.1 ms.
+# Bytes of modules to read ahead, as starting a thread for each takes 0.1 ms.
 _BYTES_AHEAD = 8 << 20
 
 # Reading this much takes less time than waiting for a thread that reads it.
 _SMALL_BYTES = 64 << 10
 
-# How many small modules are passed over in looking for one to read ahead.
+# How many small modules are skipped when looking for one to read ahead.
 _PASSED_OVER = 8
 
 
@@ -43,9 +43,9 @@ class Prefetcher:
     """Reads the weights of the modules that run next, in the order of the previous forward pass.
 
     The first forward records the order; from the second on, a thread fetches the next modules, up to 8 MiB in
-    total, so one if it is large. Modules of 64 KiB or less read their weights themselves. If the order
+    total, or a single larger one. Modules of 64 KiB or less read their weights themselves. If the order
     changes, unused weights are dropped, and the module reads its own. Calling a module outside of a forward
-    with an `EndOfForward` starts no reading, as nothing would end it.
+    with an `EndOfForward` does not read ahead, as nothing would end it.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Prefetcher:
             following = weak() if weak is not None else None
             if following is None or id(following) in seen or id(following) in self._reads:
                 break
-            if following.is_loaded:  # for a module that it is inside of
+            if following.is_loaded:  # by a module that contains it
                 break
             hook = following
             seen.add(id(hook))
@@ -209,9 +209,9 @@ def _read(reads: list[tuple[_Loading, _Read]]) -> None:
 
 
 def _fetch(hook: _Loading, read: _Read) -> None:
-    try:  # even if it is no longer wanted, a thread may wait for it
+    try:  # even if it is no longer needed, a thread may wait for it
         read.weights.set_result(hook.fetch() if read.wanted else {})
-    except BaseException as error:  # raised where it is taken
+    except BaseException as error:  # raised where the result is used
         read.weights.set_exception(error)
 
 

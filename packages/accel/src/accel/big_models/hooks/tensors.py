@@ -17,26 +17,26 @@ from accel_state.process.state import current_process
 Device = int | str | torch.device
 
 Copies = dict[torch.device, torch.Tensor]
-# By `tied_key` of a tied weight: its copies by device, of which each is made once.
+# By `tied_key` of a tied weight: its copies by device, each made once.
 TiedParameters = dict[int, Copies]
 
 
 def as_device(device: Device) -> torch.device:
-    """Read a device; a number counts the accelerators.
+    """Parse a device; a number is the index of an accelerator.
 
     Raises:
         ValueError: If it is a number, and this process uses no accelerator.
     """
     if isinstance(device, int) and current_process().device.type == "cpu":
-        raise ValueError(f'this process uses no accelerator, and has no device {device}. Use "cpu".')
+        raise ValueError(f'this process uses no accelerator, so it has no device {device}. Use "cpu".')
     return device if isinstance(device, torch.device) else torch.device(memory_device(device))
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device; one without a number ("cuda") is any of its type.
+    """Return whether a tensor is on a device; one without an index ("cuda") matches any of its type.
 
     Args:
-        tensor: The tensor, whose own device has a number where there may be several.
+        tensor: The tensor; its device has an index if there may be several.
         device: The device.
     """
     here = tensor.device
@@ -44,7 +44,7 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def tied_key(tensor: torch.Tensor) -> int:
-    """Identify a weight in a map of tied ones: by its address, or on the meta device by the object's."""
+    """Identify a weight in a map of tied ones: by its address, or on the meta device by the object's id."""
     try:
         return tensor.data_ptr() or id(tensor)
     except RuntimeError:  # of a subclass without its own memory
@@ -59,7 +59,7 @@ class Kept:
         table: The module's parameters, or its buffers.
         leaf: The key there.
         device: Where it was before.
-        tied: Copies by device where other modules share it; None where they do not.
+        tied: Copies by device if other modules share it; else None.
     """
 
     table: dict[str, Any]
@@ -68,15 +68,15 @@ class Kept:
     tied: Copies | None
 
     def restore(self, tied_params_map: TiedParameters | None) -> None:
-        """Bring the tensor to where it was, once for all modules that share it."""
+        """Move the tensor back to its device, once for all modules that share it."""
         current: torch.Tensor | None = self.table.get(self.leaf)
         if current is None or META in (current.device, self.device):
             return
         back: Copies = {}
-        # Looked for among all copies: their keys may have no number ("cuda"), which a tensor's device has.
+        # Among all copies: their keys may have no index ("cuda"), unlike a tensor's device.
         shared = self.tied is not None and any(current is copy for copy in self.tied.values())
         if tied_params_map is not None and shared:
-            # It lives in the map, so that its key stays its own.
+            # Kept alive by the map, so that its key is not reused.
             back = tied_params_map.setdefault(tied_key(current), {})
         if self.device not in back:
             back[self.device] = move(current, current, self.device)
@@ -91,8 +91,8 @@ class Slot:
         table: The module's parameters, or its buffers.
         leaf: The key there.
         name: The key in the map of weights.
-        placeholder: What is there while the weight is offloaded.
-        tied: Copies by device of a weight that other modules share; None for one that they do not.
+        placeholder: The tensor in its place while it is offloaded.
+        tied: Copies by device if other modules share it; else None.
     """
 
     table: dict[str, Any]
@@ -111,7 +111,7 @@ def list_tensors(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[dic
     """List the tensors of modules, without those that are None.
 
     Args:
-        modules: The modules, each behind its name.
+        modules: (name, module) of each.
 
     Yields:
         The table that has the tensor, the key there, its name and its kind: "parameter", "buffer" or "own

@@ -1,4 +1,4 @@
-"""The offloaded buffers that a forward updates, such as running statistics: what is stored of them is old."""
+"""Offloaded buffers that a forward updates, such as running statistics: their stored values are outdated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from accel.big_models.parameters import META, bring_to
 
 
 def versioned_copy(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose version counts what a forward does to it; tensors of inference mode have none."""
+    """Return a copy with a version counter for changes by a forward, which inference tensors lack."""
     with torch.inference_mode(False):
         return value.clone()
 
 
 class UpdatedBuffers:
-    """Finds the buffers of a module that a forward has updated; they are offloaded no more."""
+    """Finds the buffers of a module that a forward has updated; they are no longer offloaded."""
 
     def __init__(self) -> None:
         # Buffers by name, as they were before the calls that are running.
@@ -25,20 +25,20 @@ class UpdatedBuffers:
         self._slots: list[Slot] = []
 
     def watch(self, slot: Slot, value: torch.Tensor) -> None:
-        """Compare a buffer, once the calls have ended, with what it was before them.
+        """Compare a buffer, once the calls have ended, with its state before them.
 
         Args:
-            slot: The buffer's.
-            value: What was put in its place, from `versioned_copy`.
+            slot: The buffer's slot.
+            value: The tensor that was put in its place, from `versioned_copy`.
         """
         self._before[slot.name] = value
 
     def take_from(self, slots: list[Slot], stored: Callable[[Slot], torch.Tensor], *, training: bool) -> None:
-        """Take those that a forward has updated out of a list, and leave them where they are.
+        """Remove those that a forward has updated from a list, and leave them where they are.
 
         Args:
             slots: The list, which is changed in place.
-            stored: Returns what is stored of one.
+            stored: Returns the stored value of a slot.
             training: Whether the module is in training.
         """
         if self._before:
@@ -54,11 +54,11 @@ class UpdatedBuffers:
         current = slot.table[slot.leaf]
         if current is not before or before._version > 0:
             return True
-        # What is written through .data, as some do in training, is not counted.
+        # Writes through .data, as some modules do in training, are not counted.
         return training and not torch.equal(current, bring_to(current.device, stored(slot), current))
 
     def restore(self, devices: Mapping[str, torch.device]) -> None:
-        """Bring those that were taken to their devices; what came from the meta device stays where it is.
+        """Move the removed ones to their devices; those from the meta device stay where they are.
 
         Args:
             devices: Where each was before it was offloaded, by name.

@@ -1,4 +1,4 @@
-"""Whole models whose weights are in memory or on the disk, and on the device only while they are used."""
+"""Models whose weights are in memory or on the disk, and on the device only while they are used."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights in the memory of the CPU; each module's come to the device while it runs.
+    """Keep a model's weights in CPU memory; each module's weights are moved to the device while it runs.
 
     Args:
         model: The model.
         execution_device: Where it runs; by default where its first parameter is.
         offload_buffers: Offload buffers too; by default they are on the execution device.
-        state_dict: The weights; by default the model's. These tensors are used, and not copied.
+        state_dict: The weights; by default the model's. These tensors are used without a copy.
         preload_module_classes: Names of classes that use the weights of modules inside of them without
             calling these: all are loaded for the forward of the instance.
 
@@ -62,7 +62,7 @@ def disk_offload(
 
     Args:
         model: The model. Weights that it has are written; for those on the meta device the folder's are used.
-        offload_dir: The folder; made if it is not there. It must stay while the model is in use.
+        offload_dir: The folder; created if missing. Keep it while the model is in use.
         execution_device: Where it runs; by default where its first parameter is.
         offload_buffers: Offload buffers too; by default they are on the execution device.
         preload_module_classes: As for `cpu_offload`.
@@ -81,7 +81,7 @@ def disk_offload(
     wanted = collect(model, lambda name: "disk", offload_buffers, {}, offload_dir)
     weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, wanted.write())
     _attach(model, device, weights, offload_buffers, preload_module_classes)
-    # After attaching, as it gives itself to the hooks that are there.
+    # After attaching: it registers with the attached hooks.
     use_prefetcher(model, wanted.on_disk)
     return model
 
@@ -91,14 +91,15 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until it runs, and then on the device until its hook is asked to offload it.
+    """Keep a model on the CPU until it runs, and then on the device until its hook offloads it.
 
     For pipelines that run one model several times, and then the next.
 
     Args:
-        model: The model. It is moved as a whole.
+        model: The model. It is moved as one unit.
         execution_device: Where it runs; by default this process's accelerator.
-        prev_module_hook: The hook of the model before it in the pipeline, which is offloaded when this runs.
+        prev_module_hook: The hook of the model before it in the pipeline, which is offloaded when this one
+            runs.
 
     Returns:
         The model, and its hook, with `offload()` and `remove()`.
@@ -115,11 +116,12 @@ def cpu_offload_with_hook(
 
 
 class CpuOffload(ModelHook):
-    """Keep a model on the CPU until its forward, and leave it on the device after that.
+    """Keep a model on the CPU until its forward, and leave it on the device afterwards.
 
     Args:
         execution_device: Where it runs; by default this process's accelerator.
-        prev_module_hook: The hook of another model, which is offloaded before this one comes to the device.
+        prev_module_hook: The hook of another model, which is offloaded before this one is moved to the
+            device.
     """
 
     def __init__(
@@ -139,10 +141,10 @@ class CpuOffload(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Move the model and its inputs to the device, if they are not there."""
         device = self.execution_device
-        # One is enough: the model moves as a whole.
+        # One is enough: the model is moved as one unit.
         first = next(module.parameters(), None)
         if first is None or not is_on(first, device):
-            # First, so that the device never holds both models.
+            # First, so that the device never has both models.
             if self.prev_module_hook is not None:
                 self.prev_module_hook.offload()
                 clear_device_cache()
@@ -163,7 +165,7 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Move the model to the CPU; its next forward brings it back."""
+        """Move the model to the CPU; its next forward moves it back."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:

@@ -27,43 +27,43 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Bring a module's own parameters to a device; afterwards they are where they were.
+    """Move a module's own parameters to a device, and back at the end.
 
-    What is changed of them meanwhile stays changed: offloaded ones are written to where they are kept, in
-    memory or on the disk. Safetensors files that are read in place are never written to: changed weights of
-    theirs are kept in the offload folder or, without one, in memory. To change a quantized weight that is
-    offloaded is an error: it cannot be stored again.
+    Changes to them are kept: offloaded ones are written to where they are stored, in memory or on the disk.
+    Safetensors files that are read in place are never written to: their changed weights are kept in the
+    offload folder or, without one, in memory. Changing an offloaded quantized weight is an error, as it
+    cannot be stored again.
 
     Args:
         module: The module. Those of modules inside of it stay where they are, unless its hook offloads them.
-        execution_device: The device. By default offloaded weights come to where they are used, and others
-            stay.
+        execution_device: The device. By default offloaded weights are moved to where they are used, and
+            others stay.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: If an offloaded parameter has another shape at the end, or a quantized one was changed.
+        ValueError: If the shape of an offloaded parameter has changed, or a quantized one was changed.
     """
     device = None if execution_device is None else as_device(execution_device)
     hook = _offloading(module)
     if hook is not None:
         usual = hook.execution_device
-        # For this block alone: the hook brings weights to its own device.
+        # Only in this block: the hook moves weights to its own device.
         hook.execution_device = usual if device is None else device
         try:
             hook.load(module)
             with ExitStack() as ending:
                 ending.callback(hook.unload, module)
                 versions = {slot.name: _version(slot.table.get(slot.leaf)) for slot in hook.slots}
-                ending.callback(_keep_changes, module, hook, versions)  # before weights are taken away
+                ending.callback(_keep_changes, module, hook, versions)  # before weights are offloaded
                 yield
         finally:
             hook.execution_device = usual
         return
     before: dict[str, torch.Tensor] = {}
     if device is not None:
-        # The parameters themselves come back at the end: optimizers hold them.
+        # The same parameter objects return at the end, as optimizers have them.
         before = {name: value for name, value in module._parameters.items() if value is not None}
         for name, value in before.items():
             module._parameters[name] = move(value, value, device)  # type: ignore[assignment]
@@ -74,7 +74,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             current = module._parameters[name]
             if current is not None and current is not value and META not in (current.device, value.device):
                 with torch.no_grad():
-                    value.copy_(current)  # what was changed meanwhile
+                    value.copy_(current)  # changes made meanwhile
             module._parameters[name] = value  # type: ignore[assignment]
 
 
@@ -88,9 +88,9 @@ def get_state_dict_from_offload(
 
     Args:
         module: The module that has the tensor.
-        module_name: The full name of one of its tensors; what stands before the last dot names the module.
+        module_name: The full name of one of its tensors; the part before the last dot is the module's name.
         state_dict: What is filled in: with each tensor of the module whose full name is a key.
-        device_to_put_offload: Where the tensors are put.
+        device_to_put_offload: Device of the tensors.
 
     Returns:
         `state_dict`.
@@ -115,7 +115,7 @@ def _is_quantized(value: torch.Tensor) -> bool:
 
 
 def _keep_changes(module: nn.Module, hook: AlignDevicesHook, versions: dict[str, Any]) -> None:
-    """Store what was changed of offloaded parameters; what is stored would come back the next time."""
+    """Store changed offloaded parameters; otherwise the old values would be loaded the next time."""
     for slot in hook.slots:
         current = slot.table.get(slot.leaf)
         # A buffer that has changed stays in the module.
@@ -130,13 +130,13 @@ def _keep_changes(module: nn.Module, hook: AlignDevicesHook, versions: dict[str,
             if current is not was or _version(current)[1] != version:
                 raise ValueError(
                     f"{slot.name} of {type(module).__name__} is quantized ({type(stored).__name__}) and "
-                    "offloaded, so that changes to it cannot be stored: remove its hook first "
+                    "offloaded, so changes to it cannot be stored: remove its hook first "
                     "(accel.hooks.remove_hook_from_submodules)."
                 )
             continue
         if current.shape != stored.shape:
             raise ValueError(
-                f"{slot.name} of {type(module).__name__} has the shape {list(current.shape)} now, and "
+                f"{slot.name} of {type(module).__name__} now has the shape {list(current.shape)}, but "
                 f"{list(stored.shape)} where it is offloaded: remove its hook first."
             )
         if current.data_ptr() == stored.data_ptr():

@@ -36,10 +36,10 @@ class Offloaded:
 
     Args:
         in_memory: Weights that are kept on the CPU, by name.
-        index: Entries of those that are on the disk already, by name.
-        to_write: Those that are to be written, by name; equal tensors are written once.
-        folder: Where to.
-        readers_of_model: Ids of those that read weights of the folder for this very model.
+        index: Entries of those already on the disk, by name.
+        to_write: Those to write, by name; equal tensors are written once.
+        folder: The folder for them.
+        readers_of_model: Ids of the readers of the folder that belong to this model.
     """
 
     in_memory: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Offloaded:
         return self.on_disk | self.in_memory.keys()
 
     def write(self) -> Index:
-        """Write what is to be written.
+        """Write the weights in `to_write`.
 
         Returns:
             Entries of all weights on the disk, by name.
 
         Raises:
-            OSError: If a weight cannot be written; what was written before is deleted.
-            ValueError: If a weight is of a class that cannot be written; likewise. Or if one would replace a
+            OSError: If a weight cannot be written; files written before are deleted.
+            ValueError: If the class of a weight cannot be written; likewise. Or if one would replace a
                 weight that another model reads; nothing is written then.
         """
         first: dict[int, str] = {}
@@ -110,9 +110,9 @@ def collect(
         model: The model.
         place: Returns "cpu" or "disk" for the name of a weight to offload, None for one to leave.
         offload_buffers: Whether persistent buffers are offloaded.
-        state_dict: Values that are in memory, by name; they count before those of the model.
-        folder: The folder for the disk; it may have weights already, for those that have no values elsewhere.
-        index: Entries of weights on the disk, which count before values in memory.
+        state_dict: Values that are in memory, by name; they take precedence over the model's.
+        folder: The folder for the disk; its weights are used for those that have no values elsewhere.
+        index: Entries of weights on the disk, which take precedence over values in memory.
 
     Returns:
         The weights.
@@ -128,7 +128,7 @@ def collect(
     tensors = named_tensors(model)
     states = (vars(tensor).get("quant_state") for tensor, _ in tensors.values())
     if any(getattr(state, "packing_format_for_cpu", False) for state in states):
-        # 4-bit layers of bitsandbytes that have run on the CPU get the form back that is saved.
+        # 4-bit layers of bitsandbytes that have run on the CPU return to the form that is saved.
         model.state_dict()
     for name, (tensor, _) in tensors.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -141,11 +141,11 @@ def collect(
             continue
         provided = next((state_dict[name] for name in names if name in state_dict), None)
         value = tensor if provided is None else provided
-        # A tied weight that one module keeps in memory is there for all.
+        # A tied weight that one module keeps in memory is in memory for all.
         # Tied names may have their own places in a map.
         on_disk = all(places[name] == "disk" for name in names)
         listed = index or {}
-        # The folder's index is read once, and only where a weight has no values elsewhere.
+        # The folder's index is read once, and only if a weight has no values elsewhere.
         if value.is_meta and folder_index is None and index is None and root is not None:
             folder_index = read_offload_index(root) if (root / "index.json").exists() else {}
         entry_name = next((name for name in names if name in listed), None)
@@ -171,17 +171,16 @@ def _check(model: nn.Module, found: Offloaded, lost: list[str]) -> None:
         where = "" if found.folder is None else f", nor has {found.folder}"
         raise ValueError(
             f"{type(model).__name__} has no values for {', '.join(lost)} (on the meta device){where}. Load "
-            "them first, or say where they are with state_dict=, offload_dir= or offload_index=."
+            "them first, or pass state_dict=, offload_dir= or offload_index=."
         )
     if found.to_write and found.folder is None:
         raise ValueError(
-            f"{', '.join(found.to_write)} of {type(model).__name__} are to be on the disk: say where with "
-            "offload_dir=."
+            f"{', '.join(found.to_write)} of {type(model).__name__} are to be on the disk: pass offload_dir=."
         )
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    """Check that a model is not sharded: hooks would take weights away that are gathered by themselves.
+    """Check that a model is not sharded: hooks would offload weights that FSDP gathers.
 
     Args:
         model: The model.
@@ -191,7 +190,7 @@ def check_not_sharded(model: nn.Module) -> None:
     """
     if model_is_sharded(model):
         raise ValueError(
-            f"{type(model).__name__} is sharded by FSDP, which places its weights by itself: it cannot be "
+            f"{type(model).__name__} is sharded by FSDP, which places its weights itself: it cannot be "
             "dispatched or offloaded. Let FSDP offload it: with cpu_offload of the FSDP plugin, or "
             "CPUOffloadPolicy of fully_shard."
         )
@@ -251,7 +250,7 @@ def named_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, str]]:
 
 
 def tied_params(model: nn.Module) -> TiedParameters:
-    """Make the map in which the hooks of a model share the copies of its tied weights.
+    """Create the map through which the hooks of a model share copies of its tied weights.
 
     A tied weight is left out where another tensor, a view of it, begins at the same address.
     """
@@ -264,7 +263,7 @@ def tied_params(model: nn.Module) -> TiedParameters:
                 count[id(tensor)] = count.get(id(tensor), 0) + 1
     at = Counter(tied_key(tensor) for tensor in tensors.values())
     tied = (tied_key(tensor) for key, tensor in tensors.items() if count[key] > 1)
-    # The map knows addresses alone: a hook would put the full weight in place of the view.
+    # The map only has addresses: a hook would replace the view with the full weight.
     return {address: {} for address in tied if at[address] == 1}
 
 
@@ -284,7 +283,7 @@ def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
             ):
                 hook.prefetcher = prefetcher
                 reading.append(path)
-    # On all modules that these are in, as users call a part of a model alone.
+    # On all modules around these, as users may call only a part of a model.
     outer = {""} if reading else set[str]()
     for path in reading:
         outer.update(accumulate(path.split(".")[:-1], "{}.{}".format))
@@ -295,7 +294,7 @@ def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
 
 
 def hooks_of(module: nn.Module) -> tuple[ModelHook, ...]:
-    """Return the hooks of a module, those of a sequence one by one."""
+    """Return the hooks of a module, those of a `SequentialHook` one by one."""
     hook: ModelHook | None = vars(module).get("_hf_hook")
     if hook is None:
         return ()

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages of about equal size."""
+"""Cut a model into stages of about equal size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_ckpt.weights.files import convert_file_size_to_int
 
 @dataclass(frozen=True)
 class _Unit:
-    """A part of a model that is on one stage; `module` is None for a weight that its parent holds."""
+    """A part of a model that is on one stage; `module` is None for a weight directly in its parent."""
 
     name: str
     module: nn.Module | None
@@ -25,10 +25,10 @@ def generate_device_map(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[int, int | str] | None = None,
 ) -> dict[str, int]:
-    """Say which stage of a pipeline gets which module, for stages of about equal size.
+    """Assign modules to the stages of a pipeline, for stages of about equal size.
 
     Modules are taken in the order in which the model registers them. One is cut if it is larger than a stage
-    should be, or if there are too few. Weights that modules share count for the first.
+    should be, or if there are too few. Shared weights count for the first module.
 
     Args:
         model: The model.
@@ -56,7 +56,7 @@ def generate_device_map(
         size = sum(unit.size for unit in units[begins[stage] : begins[stage + 1]])
         if size > convert_file_size_to_int(limit):
             raise ValueError(
-                f"Stage {stage} of {type(model).__name__} has {size:,} bytes, and max_memory gives it "
+                f"Stage {stage} of {type(model).__name__} has {size:,} bytes, but max_memory allows "
                 f"{limit}. Use more processes."
             )
     return {
@@ -79,7 +79,7 @@ def first_modules(device_map: dict[str, int]) -> list[str]:
 
 
 def _units(model: nn.Module, stages: int, not_split: set[str]) -> list[_Unit]:
-    """Split a model until there are enough parts and none is larger than a stage should be."""
+    """Split a model until there are enough units and none is larger than a stage should be."""
     counted: set[int] = set()
     sizes: dict[str, int] = {}
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -90,7 +90,7 @@ def _units(model: nn.Module, stages: int, not_split: set[str]) -> list[_Unit]:
     units = [_unit("", model, sizes)]
     even_size = units[0].size / stages
     while True:
-        # A list of modules is never called itself, so that no stage can begin there.
+        # A list of modules is never called itself, so no stage can begin there.
         lists = [unit for unit in units if isinstance(unit.module, (nn.ModuleList, nn.ModuleDict))]
         few = len(units) < stages
         large = [
@@ -127,12 +127,12 @@ def _cut(units: Sequence[_Unit], stages: int) -> list[int]:
     before = [0]
     for unit in units:
         before.append(before[-1] + unit.size)
-    # best[end] = (cost, begins): the units up to `end` in as many stages as there were rounds.
+    # best[end] = (cost, begins): the units up to `end`, in one stage per round so far.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(stages):
         longer: dict[int, tuple[int, list[int]]] = {}
         for end in range(1, len(units) + 1):
-            # A stage begins with a module: a weight that its parent holds is never called.
+            # A stage begins with a module: a weight directly in its parent is never called.
             ways = [
                 (cost + (before[end] - before[begin]) ** 2, [*begins, begin])
                 for begin, (cost, begins) in best.items()

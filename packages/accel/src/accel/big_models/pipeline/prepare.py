@@ -1,4 +1,4 @@
-"""Inference with a model whose layers are spread over processes, which work on parts of a batch in turn."""
+"""Inference with a model whose layers are split over processes, which work on chunks of a batch in turn."""
 
 from __future__ import annotations
 
@@ -35,32 +35,33 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Spread the layers of a model over the processes, for inference on batches that are cut in chunks.
+    """Split the layers of a model over the processes, for inference on batches that are split into chunks.
 
     Every process makes the full model on the CPU, calls this, and then calls the model with the full batch.
     Each moves only the layers of its stage to its device. While one process works on a chunk, the one before
     it works on the next. The model is traced by `torch.export` with one chunk of the example: calls need its
-    inputs, with the shapes of the example but for the batch, which may have any size; it is filled up with
+    inputs, with the shapes of the example except for the batch size; a batch is padded with
     its last sample as needed, and outputs are cut to its size.
 
     Args:
-        model: The model, on the CPU; it is put in evaluation mode, and its forward is replaced.
+        model: The model, on the CPU; it is set to evaluation mode, and its forward is replaced.
         split_points: Names of modules, each of which begins a stage, one less than processes; or "auto" for
             stages of about equal size.
         no_split_module_classes: Names of classes whose modules are not cut by "auto".
         example_args: Example inputs by position.
         example_kwargs: Example inputs by name.
-        num_chunks: Chunks of a batch, at least the number of processes to keep all at work; by default that
+        num_chunks: Chunks of a batch, at least the number of processes to keep all busy; by default that
             number.
-        gather_output: Give the output to every process. By default the last one has it, and the others None.
+        gather_output: Return the output on every process. By default only the last one has it, the others
+            return None.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: If forward does not take the example.
-        ValueError: If split points name no module of the model, or are of another number than the processes
-            need; or inputs or outputs have no common batch size.
+        TypeError: If forward does not accept the example.
+        ValueError: If a split point is not a module of the model, or their number does not match the
+            processes; or inputs or outputs have no common batch size.
         RuntimeError: If torch cannot trace the model.
     """
     args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
@@ -93,12 +94,12 @@ def build_pipeline(
 
     Returns:
         A function that takes the inputs of the model on every process, and returns the output on the last
-        one, and None on the others.
+        one and None on the others.
 
     Raises:
-        TypeError: If forward does not take the example.
-        ValueError: If split points name no module of the model, or are of another number than the processes
-            need; or inputs or outputs have no common batch size.
+        TypeError: If forward does not accept the example.
+        ValueError: If a split point is not a module of the model, or their number does not match the
+            processes; or inputs or outputs have no common batch size.
         RuntimeError: If torch cannot trace the model.
     """
     process = _process()
@@ -117,8 +118,8 @@ def pippy_forward(
 
     Args:
         forward: What `build_pipeline` returned.
-        num_chunks: Chunks of the batch, which is filled up with its last sample to a multiple.
-        gather_output: Give the output to every process.
+        num_chunks: Chunks of the batch, which is padded with its last sample to a multiple.
+        gather_output: Return the output on every process.
         *args: Inputs of the model.
         **kwargs: Inputs of the model by name.
 
@@ -138,7 +139,7 @@ def pippy_forward(
     process = current_process()
     if not gather_output or process.world_size == 1:
         return output
-    # The other processes have no output: they are sent its structure first, and then its values.
+    # The other processes have no output: they receive its structure first, and then its values.
     last = process.world_size - 1
     (structure,) = broadcast_object_list([get_data_structure(output)], last, process=process)
     if process.rank != last:
@@ -163,8 +164,8 @@ def find_pippy_batch_size(args: tuple[Any, ...] | None, kwargs: dict[str, Any] |
 class _Pipeline:
     """A model whose stages run on one process each.
 
-    A trace is for one shape: every chunk has the size of the example's, and a batch of more samples than
-    `num_chunks` such chunks have passes in several rounds.
+    A trace is for one shape: every chunk has the size of the example's, and a batch with more samples than
+    `num_chunks` such chunks runs in several rounds.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class _Pipeline:
         self._inputs = Inputs(model.forward, args, kwargs)
         tensors = self._inputs.tensors(args, kwargs)
         self._process = process
-        # Rounded up, and padded: all chunks have the shape that is traced.
+        # Rounded up and padded: all chunks have the traced shape.
         chunk = -(-len(tensors[0]) // num_chunks)
         self._round = chunk * num_chunks
         example = [tensor[:chunk] for tensor in pad_input_tensors(tensors, len(tensors[0]), self._round)]
@@ -190,18 +191,18 @@ class _Pipeline:
         stages = trace_stages(model, self._inputs, example, split_points)
         self._stage = stages[process.rank].to(process.device)
         stage = PipelineStage(self._stage, process.rank, process.world_size, process.device)
-        # The simplest schedule: without a backward pass there is nothing to put in another order.
+        # The simplest schedule: without a backward pass there is nothing to reorder.
         self._schedule = ScheduleGPipe(stage, num_chunks)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; the output is on the last process, and None on the others."""
+        """Run a batch; returns the output on the last process, and None on the others."""
         tensors = self._inputs.tensors(args, kwargs)
         size = len(tensors[0])
         tensors = pad_input_tensors(tensors, size, self._round)
         results = [
             self._run([tensor[start : start + self._round] for tensor in tensors])
-            # A batch larger than the example's goes through in rounds, as the shapes are fixed.
+            # A batch larger than the example's runs in rounds, as the shapes are fixed.
             for start in range(0, len(tensors[0]), self._round)
         ]
         if not self._process.is_last:
@@ -228,7 +229,7 @@ def _checked_split_points(model: nn.Module, split_points: Any, stages: int) -> l
     for name in split_points:
         if name not in modules or not name:
             raise ValueError(
-                f"split_points has {name!r}, which is no module of {type(model).__name__}. It has: "
+                f"split_points has {name!r}, which is not a module of {type(model).__name__}. It has: "
                 f"{', '.join(list(modules)[1:12])}{' ...' if len(modules) > 12 else ''}."
             )
     return list(split_points)
@@ -237,7 +238,7 @@ def _checked_split_points(model: nn.Module, split_points: Any, stages: int) -> l
 def _output_structure(
     model: nn.Module, inputs: Inputs, tensors: list[torch.Tensor]
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Run one chunk of the example, and return a function that makes an output of its tensors."""
+    """Run one chunk of the example, and return a function that rebuilds an output from its tensors."""
     args, kwargs = inputs.unflatten(tensors)
     with torch.no_grad():
         output = model(*args, **kwargs)
@@ -248,9 +249,9 @@ def _output_structure(
         shown = f"has the shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else "cannot be cut"
         raise ValueError(
             f"{path} ({type(leaf).__name__}) {shown} for a chunk of {size} samples: a pipeline joins outputs "
-            "along dimension 0. Make the model leave it out (use_cache=False, say)."
+            "along dimension 0. Make the model omit it (for example with use_cache=False)."
         )
-    # Of its structure alone: the tensors of the example are not kept.
+    # Only its structure: the tensors of the example are not kept.
     return flatten(recursively_apply(lambda tensor: tensor.new_empty(0), output))[1]
 
 
@@ -261,6 +262,6 @@ def _is_uncut(leaf: Any, size: int) -> bool:
 
 
 def _process() -> ProcessInfo:
-    # Joins the process group, where nothing has done so yet.
+    # Joins the process group, if nothing has done so yet.
     PartialState()
     return current_process()

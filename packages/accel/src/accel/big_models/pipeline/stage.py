@@ -1,4 +1,4 @@
-"""One process's stage of a pipeline: a model's trace, cut where layers begin, and its inputs by name."""
+"""One process's stage of a pipeline: a traced model, cut before layers, and its inputs by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Inputs:
         kwargs: Keyword inputs, as an example.
 
     Raises:
-        TypeError: If forward does not take these inputs.
+        TypeError: If forward does not accept these inputs.
         ValueError: If there is no tensor, or their first dimensions differ.
     """
 
@@ -44,9 +44,9 @@ class Inputs:
             kwargs: Keyword inputs.
 
         Raises:
-            TypeError: If forward does not take these inputs.
-            ValueError: If there are other inputs than in the example, other values that are no tensors, or
-                first dimensions that differ.
+            TypeError: If forward does not accept these inputs.
+            ValueError: If inputs or the values of non-tensors differ from the example, or first dimensions
+                differ.
         """
         leaves = dict(_walk(self._bind(args, kwargs), ""))
         self._check(leaves)
@@ -100,7 +100,7 @@ class Stage(nn.Module):
     Args:
         graph_module: The traced module of this stage.
         input_names: Names of the values that it gets.
-        call: The node of the whole graph that calls the module.
+        call: The node of the full graph that calls the module.
         after: The nodes that unpack its results.
         output_names: Names of the values that it returns, in order.
     """
@@ -116,7 +116,7 @@ class Stage(nn.Module):
         super().__init__()
         self.graph_module = graph_module
         self.input_names, self.output_names = input_names, output_names
-        # Names instead of nodes, which would keep the whole graph of the model alive.
+        # Names instead of nodes, which would keep the full graph of the model alive.
         self._arguments: Any = fx.node.map_arg(call.args, lambda node: _Name(node.name))
         self._call = call.name
         self._items: list[Any] = [(node.name, node.all_input_nodes[0].name, node.args[1]) for node in after]
@@ -125,10 +125,10 @@ class Stage(nn.Module):
         """Run the stage.
 
         Args:
-            *values: What `input_names` names, each `(batch, *)`.
+            *values: The values of `input_names`, each `(batch, *)`.
 
         Returns:
-            What `output_names` names, each `(batch, *)`.
+            The values of `output_names`, each `(batch, *)`.
         """
         values_by_name: dict[str, Any] = dict(zip(self.input_names, values, strict=True))
         values_by_name[self._call] = self.graph_module(
@@ -145,7 +145,7 @@ class _Name(str):
 
 
 class _Flat(nn.Module):
-    """A model that takes and returns tensors alone."""
+    """A model that takes and returns only tensors."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Flat(nn.Module):
 def trace_stages(
     model: nn.Module, inputs: Inputs, tensors: Sequence[torch.Tensor], split_points: list[str]
 ) -> list[Stage]:
-    """Trace a model, and cut it before the modules that are named.
+    """Trace a model, and cut it before the named modules.
 
     Args:
         model: The model, with its weights.
@@ -177,7 +177,7 @@ def trace_stages(
     """
     from torch.distributed.pipelining import SplitPoint, pipeline
 
-    # "model" is the attribute of _Flat, which is what is traced.
+    # "model" is the attribute of _Flat, which is traced.
     spec = {f"model.{name}": SplitPoint.BEGINNING for name in split_points}
     try:
         with _forwards_kept(model, split_points), warnings.catch_warnings():
@@ -185,7 +185,7 @@ def trace_stages(
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)", FutureWarning)
             pipe = pipeline(_Flat(model, inputs), tuple(tensors), split_spec=spec)
     except Exception as error:
-        # The first line: errors of torch's exporter go on with code and advice.
+        # Only the first line: errors of torch's exporter continue with code and advice.
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise RuntimeError(
             f"{type(model).__name__} cannot be cut into the stages of a pipeline: torch.export cannot trace "
@@ -208,7 +208,7 @@ def _stages(graph_module: fx.GraphModule) -> list[Stage]:
     output = nodes[-1]
     outputs = [node.name for node in output.args[0]]
     order = {node: place for place, node in enumerate(calls)}
-    made_by: dict[fx.Node, int] = {}  # the stage that has a value first
+    made_by: dict[fx.Node, int] = {}  # the stage that computes a value
     for node in nodes[:-1]:
         sources = [made_by[source] for source in node.all_input_nodes]
         made_by[node] = order[node] if node in order else max(sources, default=0)
@@ -228,7 +228,7 @@ def _stages(graph_module: fx.GraphModule) -> list[Stage]:
 def _crosses(
     node: fx.Node, place: int, made_by: dict[fx.Node, int], order: dict[fx.Node, int], output: fx.Node
 ) -> bool:
-    """Return whether a value is there after a stage, and is needed by a later one."""
+    """Return whether a value exists after a stage and is needed by a later one."""
     return made_by[node] <= place and any(
         user is output or order.get(user, -1) > place for user in node.users
     )
@@ -236,7 +236,7 @@ def _crosses(
 
 @contextmanager
 def _forwards_kept(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """Put back the forwards that torch replaces to mark where stages begin."""
+    """Restore the forwards that torch replaces to mark where stages begin."""
     kept = {name: vars(model.get_submodule(name)).get("forward") for name in names}
     try:
         yield

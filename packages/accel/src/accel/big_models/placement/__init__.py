@@ -1,1 +1,1 @@
-"""Device maps: the layers of a model, the memory at hand, and which layer goes where."""
+"""Device maps: the layers of a model, the available memory, and the device of each layer."""

@@ -1,4 +1,4 @@
-"""Device maps: making one for a model and the memory at hand, checking one, and shortening one."""
+"""Make a device map for a model and the available memory; check or shorten one."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def infer_auto_device_map(
 ) -> dict[str, int | str]:
     """Choose a device for each part of a model: accelerators first, then the CPU, then the disk.
 
-    Layers fill the devices in order, and each goes no further than it must. Where layers are offloaded, room
-    is left on the first accelerator in use for the largest of them, which runs there; on the CPU for the
-    largest on the disk. `accel.big_models.placement.plan` has the rules.
+    Layers fill the devices in order. If layers are offloaded, the first accelerator in use keeps room for the
+    largest of them, which runs there, and the CPU for the largest on the disk.
+    `accel.big_models.placement.plan` has the rules.
 
     Args:
         model: The model; it may be on the meta device.
         max_memory: Bytes, or text such as "10GB", by device: a number for an accelerator, "cpu", "disk" ...
-            By default what is free on all; the disk is not limited unless it is given.
-        no_split_module_classes: Names of classes whose modules stay on one device, as those with a residual
-            connection.
+            By default the free memory of all; the disk has no limit unless it is listed.
+        no_split_module_classes: Names of classes whose modules stay on one device, for example those with a
+            residual connection.
         dtype: What weights will be converted to when they are loaded.
         special_dtypes: What single weights will be converted to, by their full names.
         verbose: Print where each layer goes.
-        clean_result: Name a module rather than its parts where all are on one device.
-        offload_buffers: Offload the buffers of offloaded layers too. Otherwise they stay where these run; a
-            warning says so if they are larger than what is left there.
-        fallback_allocation: Give an accelerator that is too small for the next layer the first module, level
-            by level, that fits.
+        clean_result: Name a module instead of its submodules if all are on one device.
+        offload_buffers: Offload the buffers of offloaded layers too. Otherwise they stay where these run,
+            with a warning if they are larger than the room there.
+        fallback_allocation: If an accelerator is too small for the next layer, place the first module that
+            fits on it, level by level.
 
     Returns:
         Device by name of a module, or of a tensor that a module with children has itself.
 
     Raises:
-        ValueError: If a device or a size is not known, or `max_memory` limits the disk and the model does not
+        ValueError: If a device or a size is unknown, or `max_memory` limits the disk and the model does not
             fit.
 
     Example:
@@ -81,10 +81,10 @@ def _print_plan(layout: ModelLayers, targets: list[Target], plan: PlacementPlan)
 
 
 def _warn_of_unused(layout: ModelLayers, targets: list[Target], plan: PlacementPlan, fallback: bool) -> None:
-    """Warn of accelerators without layers where layers are offloaded."""
+    """Warn of accelerators without layers if layers are offloaded."""
     used = {targets[index].key for index in plan.targets}
     unused = [t for t in targets if t.kind == "accelerator" and t.key not in used and t.capacity > 0]
-    # A model that fits on fewer devices than there are leaves the others empty, and rightly so.
+    # A model that fits on fewer devices may leave the others empty.
     if not unused or not used & {"cpu", "disk"}:
         return
     largest = max(layout.layers, key=lambda layer: layer.size)
@@ -99,10 +99,10 @@ def _warn_of_unused(layout: ModelLayers, targets: list[Target], plan: PlacementP
 
 
 def _warn_of_buffers(layout: ModelLayers, targets: list[Target], plan: PlacementPlan) -> None:
-    """Warn of buffers of offloaded layers that no accelerator has room for."""
+    """Warn of buffers of offloaded layers if no accelerator has room for them."""
     left = {index: target.capacity for index, target in enumerate(targets) if target.kind == "accelerator"}
     used = dict.fromkeys(left, 0.0)
-    shared: dict[int, dict[int, float]] = {index: {} for index in left}  # a tensor takes its room once
+    shared: dict[int, dict[int, float]] = {index: {} for index in left}  # a shared tensor counts once
     buffers = 0.0
     for layer, index in zip(layout.layers, plan.targets, strict=True):
         if index in used:
@@ -114,7 +114,7 @@ def _warn_of_buffers(layout: ModelLayers, targets: list[Target], plan: Placement
             buffers += layer.buffers
     if left and buffers and buffers > max(left[index] - used[index] for index in left):
         warn(
-            f"The buffers of offloaded layers have {buffers:.0f} bytes and stay where these run, and no "
+            f"The buffers of offloaded layers have {buffers:.0f} bytes and stay where these run, but no "
             "accelerator has as much left. Use offload_buffers=True to offload them too, or give more in "
             "max_memory."
         )
@@ -125,7 +125,7 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
 
     Args:
         model: The model.
-        device_map: Device by name of a module or tensor, "" for the whole model.
+        device_map: Device by name of a module or tensor, "" for the full model.
 
     Raises:
         TypeError: If the map is not a mapping.
@@ -151,10 +151,10 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
         # A large model has thousands of names.
         shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise ValueError(
-            f"device_map gives no device for {shown}. Add their modules, or '' for all that is left. "
+            f"device_map has no device for {shown}. Add their modules, or '' for all that is left. "
             f"{surplus}".rstrip()
         )
-    if surplus:  # maps are often written for a family of models, of which some lack a module
+    if surplus:  # maps are often written for a family of models, some of which lack a module
         warn(surplus)
 
 
@@ -165,7 +165,7 @@ def _is_covered(name: str, device_map: Mapping[str, Device]) -> bool:
 
 
 def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> dict[str, Any]:
-    """Shorten a device map: a module stands for its parts where all are on one device.
+    """Shorten a device map: one entry for a module whose submodules are all on one device.
 
     Args:
         device_map: Device by name of a module or tensor.
@@ -195,7 +195,7 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
         inside = f"{name}.".startswith(f"{module_name}.") or not module_name
         added = len(cleaned) - start
         if inside and added > 1:
-            # Dicts keep their order: the newest entries are those of this module's parts.
+            # Dicts keep their order: the newest entries are those of this module's submodules.
             entries = [cleaned.popitem() for _ in range(added)]
             if len({device for _, device in entries}) == 1:
                 entries = [(name, entries[0][1])]

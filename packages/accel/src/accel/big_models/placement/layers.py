@@ -1,4 +1,4 @@
-"""The layers of a model: what is placed as a whole, its size, and which layers share tensors."""
+"""The layers of a model, which are placed as one unit: their sizes and shared tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make_layout(
     Args:
         model: The model; it may be on the meta device.
         no_split_module_classes: Names of classes whose modules are layers.
-        dtype: What weights will be converted to, as in `tensor_sizes`.
-        special_dtypes: What single tensors will be converted to, by their full names.
+        dtype: Dtype that weights will be converted to, as in `tensor_sizes`.
+        special_dtypes: Dtypes that single tensors will be converted to, by full name.
 
     Returns:
         The layers.
@@ -53,7 +53,7 @@ class _Found:
 
     Attributes:
         tensors: First layer and bytes of each tensor, by its number.
-        users: The layers of each tensor that several have, by its number.
+        users: The layers of each shared tensor, by its number.
         levels: First layer and the one after the last of each module, for each level of the tree.
     """
 
@@ -68,7 +68,7 @@ class _Found:
 
     def visit(self, name: str, module: torch.nn.Module, level: int) -> None:
         first = len(self.names)
-        while len(self.levels) < level + 2:  # of own tensors, too
+        while len(self.levels) < level + 2:  # also for tensors directly in a module
             self.levels.append([])
         if not any(child is not None for child in module._modules.values()):
             self.add((name,), [(name, module)])
@@ -100,8 +100,8 @@ class _Found:
         self.buffers.append(buffers)
 
     def bytes_in(self, index: int, path: str, key: str, tensor: torch.Tensor) -> float:
-        """Note that a layer has a tensor; return the bytes that this adds to the layer."""
-        # By identity: tensors compare by value, and those of the meta device have none.
+        """Record that a layer has a tensor; return the bytes that this adds to the layer."""
+        # By identity: tensors compare by value, and meta tensors have none.
         number = id(tensor)
         recorded = self.tensors.get(number)
         if recorded is None:

@@ -1,4 +1,4 @@
-"""The memory that a model may take: what is free on each device, and how to spread a model evenly over it."""
+"""The memory that a model may use: the free memory of each device, and limits for an even split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_ops.module_sizes import Dtype
 from accel_state.devices.table import DEVICES, detect
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""The values of `device_map` that ask for a map to be made."""
+"""The values of `device_map` for which a map is made."""
 
 _NAMED = ("mps", "cpu", "disk")
 
@@ -28,15 +28,15 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
 
     Args:
         max_memory: Bytes, or text such as "10GB" or "1GiB", by device: a number for an accelerator, "mps",
-            "cpu" or "disk". By default what is free now on each accelerator of this process and on the CPU.
-            A limit of the disk alone, such as `{"disk": 0}` to never use it, leaves the others as by default.
-            In a dict, text is replaced by bytes, which transformers counts on.
+            "cpu" or "disk". By default the free memory of each accelerator of this process and of the CPU.
+            A limit of the disk alone, such as `{"disk": 0}` to never use it, keeps the defaults of the
+            others. In a dict, text is replaced with bytes in place, which transformers relies on.
 
     Returns:
         Bytes by device: accelerators in the order of their numbers, "mps", "cpu", "disk".
 
     Raises:
-        ValueError: If a device or a size is not known.
+        ValueError: If a device or a size is unknown.
     """
     if max_memory is None:
         return _free_memory()
@@ -52,16 +52,16 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     count = 0 if detect().type == "cpu" else detect().count()
     absent = [device for device in numbers if device >= count]
     if absent:
-        # A plan for another machine is fine; placing a model by it would raise.
+        # A plan for another machine is fine; placing a model with it would raise.
         _logger.warning(
-            "max_memory has the devices %s, and this process sees %d accelerators.", absent, count
+            "max_memory has the devices %s, but this process sees %d accelerators.", absent, count
         )
     order: list[int | str] = [*numbers, *(name for name in _NAMED if name in max_memory)]
     sizes = {device: _bytes(max_memory[device]) for device in order}
     if sizes.keys() == {"disk"}:
         sizes = {**_free_memory(), **sizes}
     if isinstance(max_memory, dict):
-        # transformers 5.23 compares the sizes of the mapping that it gave with those that it gets.
+        # transformers 5.23 compares the sizes in its mapping with the returned ones.
         max_memory.update(sizes)
     return sizes
 
@@ -99,10 +99,10 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, float]:
-    """Return a `max_memory` with which `infer_auto_device_map` spreads a model evenly over accelerators.
+    """Return a `max_memory` with which `infer_auto_device_map` splits a model evenly over accelerators.
 
     Each accelerator but the last may take the smallest number of bytes with which the model fits on all of
-    them; the last keeps its own limit. Nothing changes where there is one, or where the model does not fit.
+    them; the last keeps its own limit. Nothing changes if there is only one, or if the model does not fit.
 
     Args:
         model: The model; it may be on the meta device.
@@ -110,13 +110,13 @@ def get_balanced_memory(
         no_split_module_classes: As for `infer_auto_device_map`.
         dtype: As for `infer_auto_device_map`.
         special_dtypes: As for `infer_auto_device_map`.
-        low_zero: Leave as much of the first accelerator free as the others allow, for what else runs there.
+        low_zero: Leave as much of the first accelerator free as the others allow, for other uses.
 
     Returns:
         Bytes by device.
 
     Raises:
-        ValueError: If a device or a size is not known.
+        ValueError: If a device or a size is unknown.
     """
     memory = get_max_memory(max_memory)
     everywhere = [t for t in make_targets(memory) if t.kind == "accelerator" and t.capacity > 0]
@@ -131,7 +131,7 @@ def get_balanced_memory(
         least = _smallest(layout, lambda size: [_limited(everywhere[0], size), *everywhere[1:]])
         first, spread = [_limited(everywhere[0], least)], everywhere[1:]
     even = _smallest(layout, lambda size: [*first, *(_limited(target, size) for target in spread)])
-    # The last one keeps all of its room, for what cannot be spread evenly.
+    # The last one keeps all of its room, for what cannot be split evenly.
     limits = {t.key: t.capacity for t in [*first, *(_limited(target, even) for target in spread[:-1])]}
     return {**memory, **limits}
 
@@ -154,9 +154,9 @@ def _smallest(layout: ModelLayers, limited: Callable[[float], Sequence[Target]])
     if _fits(layout, limited(0)):
         return 0
     total = sum(layer.size for layer in layout.layers)
-    # With room for the whole model on each device it fits: without limits it did.
+    # It fits if each device has room for the full model, as it did without limits.
     low, high = 0, math.ceil(total)
-    # A thousandth: ten plans at most, where an exact answer would take one for each bit.
+    # To a thousandth: at most ten plans, where an exact answer would take one per bit.
     while high - low > max(1, total / 1000):
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(layout, limited(middle)) else (middle, high)

@@ -1,17 +1,17 @@
-"""Which device each layer of a model goes to: filled in order, with room kept where offloaded layers run.
+"""Choose a device for each layer of a model, in order, with room where offloaded layers run.
 
-A layer is what is not split: a module without children, one of a class that the user does not split, or the
-parameters and buffers that a module with children has itself. Devices are filled in their order with layers
+A layer is the unit that is placed: a module without children, one of a class that the user does not split, or
+the parameters and buffers directly in a module with children. Devices are filled in their order with layers
 in theirs, so that data passes each device once; a layer goes to the next device only when it does not fit.
 
 Layers that share a weight (ties) are placed as one, with the weight counted once, at the place of the first
-of them, if any device of the kind at hand has room for all; otherwise one by one, and each device counts its
+of them, if any device of the current kind has room for all; otherwise one by one, and each device counts its
 own copy of the weight.
 
-A layer on the CPU or the disk runs on the first accelerator that holds layers, so room for the largest one is
+A layer on the CPU or the disk runs on the first accelerator that has layers, so room for the largest one is
 kept there, and on the CPU for the largest on the disk. How much is needed depends on which layers are
-offloaded, and that on the room: both grow from nothing until they agree, which is reached after few rounds
-and sends the fewest layers away.
+offloaded, and vice versa: both grow from nothing until they agree, which takes few rounds and offloads the
+fewest layers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 
 class Layer(NamedTuple):
-    """A part of a model that goes to one device as a whole.
+    """A part of a model that is placed on one device as one unit.
 
     Args:
-        names: Its entries in a device map: the module, or the tensors that a module has itself.
+        names: Its entries in a device map: the module, or the tensors directly in a module.
         size: Bytes of all its tensors.
         buffers: Bytes of its buffers.
-        shared: Bytes of each tensor that other layers have too, by a number of the tensor.
+        shared: Bytes of each tensor that other layers also have, by a number of the tensor.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class ModelLayers:
 
     Args:
         layers: In the order of the model.
-        tied: By layer that shares tensors, in order, the layers that ties connect it to, itself included.
+        tied: For each layer that shares tensors, the layers connected by ties in order, itself included.
         spans: First layer and the one after the last of each module, parents first, level by level.
     """
 
@@ -61,7 +61,7 @@ class ModelLayers:
 
     @cached_property
     def before(self) -> Sequence[float]:
-        """Bytes of all layers before each, without shared tensors; and of all."""
+        """Cumulative bytes of the layers, without shared tensors."""
         return [0.0, *accumulate(layer.alone for layer in self.layers)]
 
     @cached_property
@@ -106,14 +106,14 @@ def make_plan(layout: ModelLayers, targets: Sequence[Target], fallback: bool = F
     Args:
         layout: The layers of the model.
         targets: The devices, in the order in which they are filled: accelerators, then the CPU, the disk.
-        fallback: Give a device for which the next layer is too large the first module, level by level, that
-            fits.
+        fallback: If the next layer is too large for a device, place the first module that fits on it, level
+            by level.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: If the devices together are too small.
+        ValueError: If the devices are too small in total.
     """
     reserved = reserved_on_cpu = 0.0
     while True:
@@ -133,7 +133,7 @@ def _largest_by_kind(
 ) -> dict[str, float]:
     """Return the bytes of the largest layer on each kind of device in use."""
     largest = dict.fromkeys((targets[index].kind for index in set(found)), 0.0)
-    if largest.keys() == {"accelerator"}:  # nothing is offloaded, and the size is not needed
+    if largest.keys() == {"accelerator"}:  # nothing is offloaded, so the size is not needed
         return largest
     kinds = [target.kind for target in targets]
     for layer, index in zip(layout.layers, found, strict=True):
@@ -144,7 +144,7 @@ def _largest_by_kind(
 
 @dataclass
 class _Placer:
-    """One pass over the layers, and what the device that is being filled holds."""
+    """One pass over the layers, and the content of the current device."""
 
     layout: ModelLayers
     targets: Sequence[Target]
@@ -157,7 +157,7 @@ class _Placer:
     empty: bool = True
     used_accelerator: bool = False
     placed_tensors: set[int] = field(default_factory=set)
-    # The kind of device on which ties are placed one by one, as none of it has room for all; by first layer.
+    # By first layer: the kind of device on which ties are placed one by one, as none has room for all.
     separate: dict[int, str] = field(default_factory=dict)
 
     def run(self) -> list[int]:
@@ -186,7 +186,7 @@ class _Placer:
             self.next_device(layer)
 
     def place_untied(self, start: int, end: int) -> None:
-        """Place layers that share nothing, as many at once as a device has room for."""
+        """Place layers that share nothing, as many at a time as a device has room for."""
         before, empty = self.layout.before, self.layout.empty
         while start < end:
             if before[start + 1] == before[start]:
@@ -211,7 +211,7 @@ class _Placer:
             rooms = ", ".join(f"{target.key}: {target.capacity:.0f}" for target in self.targets)
             raise ValueError(
                 f"{layer.names[0]} ({layer.size:.0f} bytes) has no room left on any device of max_memory "
-                f'({rooms}). Give more memory, or leave "disk" out of max_memory, which is then not limited.'
+                f'({rooms}). Allow more memory, or leave "disk" out of max_memory, which is then not limited.'
             )
         self.room, self.empty, self.placed_tensors = self.room_on(self.targets[self.current]), True, set()
 
@@ -223,7 +223,7 @@ class _Placer:
         return target.capacity - (self.reserved_on_cpu if target.kind == "cpu" else 0)
 
     def take(self, index: int) -> bool:
-        """Put a layer on the current device, with those that are tied to it if it can be; return whether."""
+        """Put a layer on the current device, with those tied to it if possible; return whether it fits."""
         kind = self.targets[self.current].kind
         tied = self.layout.tied.get(index)
         if tied is not None and self.separate.get(tied[0]) != kind:
@@ -265,14 +265,14 @@ class _Placer:
         return True
 
     def cost(self, group: Sequence[int], placed_tensors: set[int]) -> float:
-        """Return the bytes that layers add to tensors that are placed; a shared tensor counts once."""
+        """Return the bytes that layers add to the placed tensors; a shared tensor counts once."""
         layers = [self.layout.layers[index] for index in group]
         shared = {number: size for layer in layers for number, size in layer.shared.items()}
         unshared = sum(size for number, size in shared.items() if number not in placed_tensors)
         return unshared + sum(layer.alone for layer in layers)
 
     def with_empty_layers(self) -> list[int]:
-        """Return the devices, with layers without tensors on that of the one before, or of the first."""
+        """Return the devices; layers without tensors get that of the previous layer, or of the first."""
         if None not in self.placed:
             return self.placed  # type: ignore[return-value]
         found = next((device for device in self.placed if device is not None), 0)

@@ -1,4 +1,4 @@
-"""Device maps as users ask for them: by the name of a strategy, or as a map that has to fit the machine."""
+"""Device maps that users request: by the name of a strategy, or as a map that must fit the machine."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def make_device_map(
     offload_buffers: bool = False,
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Any]:
-    """Make a device map as a strategy says.
+    """Make a device map with a strategy.
 
     Args:
         model: The model.
         strategy: One of `STRATEGIES`.
-        max_memory: As for `infer_auto_device_map`, and likewise what follows.
+        max_memory: As for `infer_auto_device_map`, like all arguments below.
         no_split_module_classes: Names of classes whose instances are not split.
-        dtype: What weights will be converted to.
+        dtype: Dtype that weights will be converted to.
         offload_buffers: Whether buffers are offloaded too.
-        special_dtypes: What single weights will be converted to.
+        special_dtypes: Dtypes that single weights will be converted to.
 
     Returns:
         Device by name of a module.
@@ -47,7 +47,7 @@ def make_device_map(
             f"device_map must be a dict of devices by name of a module, or one of {', '.join(STRATEGIES)}, "
             f"not {strategy!r}."
         )
-    # Which fills each device as far as it goes, and needs no limits.
+    # It fills each device as far as possible, and needs no limits.
     if strategy != "sequential":
         max_memory = get_balanced_memory(
             model,
@@ -68,18 +68,18 @@ def make_device_map(
 
 
 def check_placement(model: nn.Module, device_map: DeviceMap, main_device: Device | None = None) -> None:
-    """Check that a device map covers a model, and that its devices are there.
+    """Check that a device map covers a model, and that its devices exist.
 
     Args:
         model: The model.
         device_map: The map.
-        main_device: Where offloaded modules run, if the map does not say.
+        main_device: Where offloaded modules run, if the map does not determine it.
 
     Raises:
         TypeError: If the map is not a mapping.
-        ValueError: If it leaves out a weight or names a device that is not there.
+        ValueError: If it leaves out a weight or names a device that does not exist.
     """
-    # Clients replace this name for a call (transformers, for parameters that the map leaves out).
+    # Libraries replace this name for a call (transformers, for parameters that the map leaves out).
     from accel import big_modeling
 
     big_modeling.check_device_map(model, device_map)
@@ -88,13 +88,13 @@ def check_placement(model: nn.Module, device_map: DeviceMap, main_device: Device
         if str(device) == "disk":
             continue
         try:
-            # Nothing is allocated, and a device that is absent raises.
+            # Nothing is allocated, and a missing device raises.
             torch.empty(0, device=as_device(device))
         except (RuntimeError, AssertionError, ValueError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             subject = "main_device is" if name == "main_device" else f"device_map puts {name!r} on"
             raise ValueError(
-                f"{subject} {device!r}, which is not there: {reason}. Name a device of this machine, "
+                f"{subject} {device!r}, which does not exist: {reason}. Name a device of this machine, "
                 '"cpu" or "disk".'
             ) from error
 
@@ -115,5 +115,5 @@ def offloaded_kinds(main_device: torch.device) -> tuple[str, ...]:
     Args:
         main_device: Where they run.
     """
-    # On these two, weights in the memory of the CPU need no second place: MPS shares it.
+    # On these two, weights in CPU memory need no second copy: MPS shares it.
     return ("disk",) if main_device.type in ("cpu", "mps") else ("disk", "cpu")

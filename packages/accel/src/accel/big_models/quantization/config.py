@@ -22,7 +22,7 @@ class BnbQuantizationConfig:
         load_in_4bit: Quantize to 4 bits (QLoRA: https://arxiv.org/abs/2305.14314).
         bnb_4bit_quant_type: "fp4" or "nf4".
         bnb_4bit_use_double_quant: Quantize the scales of the 4-bit blocks too.
-        bnb_4bit_compute_dtype: In what 4-bit layers compute: "fp32", "fp16", "bf16", or the dtype of torch.
+        bnb_4bit_compute_dtype: Dtype in which 4-bit layers compute: "fp32", "fp16", "bf16", or a torch dtype.
         torch_dtype: The dtype of weights that are not quantized, as above; by default float16 for 8 bits, and
             `bnb_4bit_compute_dtype` for 4.
         skip_modules: Names of modules, or ends of their dotted paths, that stay in `torch_dtype`. By default
@@ -30,10 +30,10 @@ class BnbQuantizationConfig:
         keep_in_fp32_modules: Names of modules that stay in float32.
 
     Attributes:
-        target_dtype: What a quantized weight counts as in a device map: `torch.int8`, or `CustomDtype.INT4`.
+        target_dtype: The dtype of quantized weights for a device map: `torch.int8`, or `CustomDtype.INT4`.
 
     Raises:
-        ValueError: If a value is not allowed, or not one of 8 and 4 bits is chosen.
+        ValueError: If a value is not allowed, or not exactly one of 8 and 4 bits is selected.
     """
 
     load_in_8bit: bool = False
@@ -69,7 +69,7 @@ class BnbQuantizationConfig:
 
 
 def _check(name: str, value: Any, kind: Any, allowed: str) -> None:
-    # In Python a bool is an int too.
+    # In Python a bool is also an int.
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{name} must be {allowed}, not {value!r}.")
 

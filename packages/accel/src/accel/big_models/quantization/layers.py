@@ -1,4 +1,4 @@
-"""The linear layers of a model that bitsandbytes quantizes, and their weights as they arrive."""
+"""The linear layers of a model that bitsandbytes quantizes, and their weights while they are loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_state.imports.packages import require
 
 
 class QuantizedLayers:
-    """Layers that wait for their weights.
+    """Quantized layers whose weights are being loaded.
 
     Args:
         model: The model, whose layers are replaced; the new ones have their weights on the meta device.
@@ -42,17 +42,17 @@ class QuantizedLayers:
             setattr(parent, leaf, layer)
 
     def undo(self) -> None:
-        """Put layers back that had no weights."""
+        """Restore the layers that had no weights."""
         for parent, leaf, linear in self._empty:
             setattr(parent, leaf, linear)
 
     def take(self, name: str, value: Any, placement: WeightPlacement) -> bool:
-        """Take a weight of a checkpoint, if it belongs to one of these layers and is not a bias.
+        """Take a weight of a checkpoint if it belongs to one of these layers and is not a bias.
 
         Args:
             name: Its name.
             value: The weight, as `check_weights` passed it; it is copied.
-            placement: Where it goes; gets an entry for one that is written to the disk.
+            placement: Its placement, which gets an entry if it is written to the disk.
 
         Returns:
             Whether it belongs to one of them.
@@ -70,7 +70,7 @@ class QuantizedLayers:
         """Set the weights of layers that were saved quantized.
 
         Args:
-            placement: Where they go.
+            placement: Their placement.
         """
         set_weight = self._saved_8bit if self._config.load_in_8bit else self._saved_4bit
         for path, tensors in self._saved_tensors.items():
@@ -81,7 +81,7 @@ class QuantizedLayers:
         return memory_device(device_for(f"{path}.weight", placement.device_map))
 
     def _set(self, path: str, weight: Any, placement: WeightPlacement) -> None:
-        """Give a layer its quantized weight; for the disk it is written, its statistics stay in memory."""
+        """Set a layer's quantized weight; on "disk" it is written, but its statistics stay in memory."""
         assert placement.device_map is not None
         if str(device_for(f"{path}.weight", placement.device_map)) == "disk":
             placement.write(f"{path}.weight", weight)
@@ -91,7 +91,7 @@ class QuantizedLayers:
     def _make(self, linear: nn.Linear) -> Any:
         config, bias = self._config, linear.bias is not None
         sizes = (linear.in_features, linear.out_features, bias)
-        # The weight comes later, so that this one takes no memory.
+        # The weight is set later, so this one takes no memory.
         with torch.device("meta"):
             if config.load_in_8bit:
                 layer = self._bnb.nn.Linear8bitLt(
@@ -124,7 +124,7 @@ class QuantizedLayers:
         )
 
     def _saved_8bit(self, tensors: dict[str, torch.Tensor], device: str) -> Any:
-        # Copied, as what was read may be mapped from the file.
+        # Copied, as the tensors may be mapped from the file.
         weight, scales = tensors["weight"].clone(), tensors["SCB"].clone()
         made = self._bnb.nn.Int8Params(
             weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales
@@ -157,7 +157,7 @@ def check_weights(
 
     Raises:
         RuntimeError: If a shape differs.
-        ValueError: If a layer was saved quantized otherwise, or a weight of the meta device is missing.
+        ValueError: If a layer was saved with another quantization, or a weight on the meta device is missing.
     """
     targets = ModelTensors(model)
     found: set[str] = set()
@@ -191,18 +191,18 @@ def _check_saved_tensors(path: str, leaves: set[str], config: BnbQuantizationCon
     needed = {"weight"} if four else {"weight", "SCB"}
     if four == config.load_in_8bit or not needed <= leaves:
         raise ValueError(
-            f"{path} was saved with {', '.join(sorted(leaves))}, which is no layer quantized to "
+            f"{path} was saved with {', '.join(sorted(leaves))}, which is not a layer quantized to "
             f"{8 if config.load_in_8bit else 4} bits. Load it with the configuration that it was quantized "
             "with, or from the weights before that."
         )
 
 
 def _split(name: str, layers: Collection[str]) -> tuple[str, str]:
-    """Split the name of a weight after its layer; ("", name) if it is the bias or of no layer of these."""
+    """Split the name of a weight after its layer; ("", name) if it is the bias or of another layer."""
     segments = name.split(".")
     for length in range(1, len(segments)):
         path, leaf = ".".join(segments[:length]), ".".join(segments[length:])
-        # Biases stay in their dtype, and are placed as weights of any other layer.
+        # Biases keep their dtype, and are placed like weights of other layers.
         if path in layers and leaf != "bias":
             return path, leaf
     return "", name

@@ -39,30 +39,30 @@ def load_and_quantize_model(
 
     Args:
         model: A model on the meta device (`init_empty_weights`), or one that has its weights.
-        bnb_quantization_config: 8 or 4 bits, and what is not quantized.
-        weights_location: Weights to load, as `load_checkpoint_in_model` takes them; weights that
-            `save_model` wrote of a quantized model too. By default the model's own are quantized.
-        device_map: Device by name of a module, or "auto" ("balanced", "balanced_low_0", "sequential") to have
-            such a map made, for which quantized weights count with their bits. The model is dispatched as by
-            `dispatch_model`; what is offloaded is quantized too. None: all of it is on this process's device.
-        no_split_module_classes: Names of classes whose instances stay on one device, for a map that is made.
-        max_memory: Bytes (or text such as "1GB") by device, likewise; by default what is free.
-        offload_folder: Where weights of "disk" are written.
-        offload_state_dict: As in `load_checkpoint_in_model`: without effect, files serve for that.
+        bnb_quantization_config: 8 or 4 bits, and the modules to skip.
+        weights_location: Weights to load, as for `load_checkpoint_in_model`; also weights that
+            `save_model` wrote of a quantized model. By default the model's own are quantized.
+        device_map: Device by name of a module, or "auto" ("balanced", "balanced_low_0", "sequential") to make
+            such a map, for which quantized weights count with their bits. The model is dispatched as by
+            `dispatch_model`; offloaded weights are quantized too. None: all on this process's device.
+        no_split_module_classes: Names of classes whose instances stay on one device, for such a map.
+        max_memory: Bytes (or text such as "1GB") by device, likewise; by default the free memory.
+        offload_folder: The folder for weights on "disk".
+        offload_state_dict: No effect, as in `load_checkpoint_in_model`.
 
     Returns:
         The model; its linear layers are replaced.
 
     Raises:
-        ImportError: If bitsandbytes is not installed; it names the extra.
-        TypeError: If the configuration is no `BnbQuantizationConfig`, or the device map no mapping.
+        ImportError: If bitsandbytes is not installed; the message names the extra.
+        TypeError: If the configuration is not a `BnbQuantizationConfig`, or the device map not a mapping.
         ValueError: If weights are missing: a model on the meta device needs them all; or the device map does
-            not cover the model, names a device that is not there, has "disk" without an `offload_folder`, or
-            is unknown text.
+            not cover the model, names a device that does not exist, has "disk" without an `offload_folder`,
+            or is unknown text.
         RuntimeError: If a shape differs. In all these cases the model is unchanged.
         CheckpointError: If a file is damaged.
         OSError: If a weight cannot be written to the folder. After an error while weights are placed, those
-            that were on the meta device are there again.
+            that were on the meta device are on it again.
 
     Example:
         >>> with init_empty_weights():
@@ -79,9 +79,9 @@ def load_and_quantize_model(
     placement = WeightPlacement.from_options(
         placed, offload_folder, config.torch_dtype, False, config.keep_in_fp32_modules, in_place=True
     )
-    # Before layers are replaced, which have these weights.
+    # Before the layers with these weights are replaced.
     original = {} if files else dict(model.state_dict())
-    # All is compared before the model changes, for which files are read twice.
+    # Everything is compared before the model changes, so files are read twice.
     surplus = check_weights(model, names, config, _read(files) if files else original.items())
     placement.check_folder(
         ModelTensors(model), ((name, value, None) for name, value in model.state_dict().items())
@@ -101,7 +101,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     Args:
         model: The model.
     """
-    bnb: Any = sys.modules.get("bitsandbytes")  # a layer can only be of a loaded module
+    bnb: Any = sys.modules.get("bitsandbytes")  # otherwise no layer can be one of these
     return bnb is not None and any(isinstance(module, bnb.nn.Linear4bit) for module in model.modules())
 
 
@@ -116,7 +116,7 @@ def _layers_to_quantize(model: nn.Module, config: BnbQuantizationConfig) -> list
     return [
         path
         for path, module in modules.items()
-        # Of this very class: a derived one may compute otherwise, or have its weight read by its parent.
+        # Of exactly this class: a subclass may compute differently, or its parent may read its weight.
         if type(module) is nn.Linear and not any(_is_in(name, path) for name in kept)
     ]
 
@@ -133,8 +133,8 @@ def _output_layers(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, path: str) -> bool:
-    """Return whether a name, or the end of a dotted path, leads to a module or to one that it is in."""
-    # With dots at both ends, so that "fc1" is not found in "fc10".
+    """Return whether a name, or the end of a dotted path, matches a module or one that contains it."""
+    # With dots at both ends, so that "fc1" does not match "fc10".
     return f".{name}." in f".{path}."
 
 
@@ -149,8 +149,8 @@ def _check_arguments(model: nn.Module, config: Any, weights_location: Folder | N
         return find_weight_files(weights_location)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} is on the meta device, and has no weights to quantize: say where they "
-            "are with weights_location."
+            f"{type(model).__name__} is on the meta device, and has no weights to quantize: pass "
+            "weights_location."
         )
     return []
 
@@ -164,7 +164,7 @@ def _read_map(
     no_split_module_classes: list[str] | None,
     offload_folder: Folder | None,
 ) -> DeviceMap:
-    """Return a device map that fits the model and the machine; one is made where its strategy is given."""
+    """Return a device map that fits the model and the machine; for a strategy, one is made."""
     if device_map is None:
         device_map = {"": current_process().device}
     if isinstance(device_map, str):
@@ -183,12 +183,12 @@ def _read_map(
             ("no_split_module_classes", no_split_module_classes),
         ):
             if value is not None:
-                warn(f"{name} is ignored: it is for maps that are made here, as with device_map='auto'.")
+                warn(f"{name} is ignored: it applies only to strategies such as device_map='auto'.")
     check_placement(model, device_map)
     on_disk = [name for name, device in device_map.items() if str(device) == "disk"]
     if on_disk and offload_folder is None:
         raise ValueError(
-            f"device_map puts {', '.join(map(repr, on_disk))} on the disk: say where with offload_folder=."
+            f"device_map puts {', '.join(map(repr, on_disk))} on the disk: pass offload_folder=."
         )
     found: DeviceMap = device_map
     return found
@@ -200,7 +200,7 @@ def _read(files: list[WeightFile]) -> Iterator[tuple[str, Any]]:
 
 
 def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a model's weights one by one, and drop the reference to each."""
+    """Yield a model's weights one by one, dropping the reference to each."""
     for name in list(state):
         yield name, state.pop(name)
 
