@@ -1,1 +1,1 @@
-"""Saves that go on in the background, out of copies in memory."""
+"""Saves in the background, from copies in memory."""

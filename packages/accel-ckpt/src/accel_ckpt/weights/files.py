@@ -72,7 +72,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
     Args:
         size: A number of bytes, or text such as "10GB" (powers of 1000) or "1MiB" (powers of 1024). A
-            lower-case b at its end stands for bits.
+            lower-case b at its end means bits.
 
     Raises:
         ValueError: If it is neither.
