@@ -88,7 +88,7 @@ class StepBuilder:
                 return Step(batches, None)
             rows += [0] * missing
             return Step(batches + [NO_BATCH] * missing, StepRows(tuple(rows), tuple(rows)))
-        # A batch of the dataset is either real or padding as a whole.
+        # A batch of the dataset is either all real or all padding.
         real = [
             size if read.step_rows is None else read.step_rows.real[0] * (size if self.size is None else 1)
             for size, read in zip(rows, step_batches, strict=True)

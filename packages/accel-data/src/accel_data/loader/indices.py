@@ -1,4 +1,4 @@
-"""Which samples a prepared loader hands out: the indices of each batch, as its sampler yields them."""
+"""Which samples a prepared loader yields: the indices of each batch, as its sampler yields them."""
 
 from __future__ import annotations
 

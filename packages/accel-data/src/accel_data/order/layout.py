@@ -211,7 +211,7 @@ def cut(
         rank: The rank; None for all ranks, step by step.
         info: Receives the number of batches and the padding: immediately if the order has a length, else at
             its end.
-        count: Returns how many samples an entry stands for; by default one.
+        count: Returns how many samples an entry has; by default one.
 
     Yields:
         Lists of entries of the order.

@@ -1,1 +1,1 @@
-"""Where a loader or a stream is, and how it goes on from there."""
+"""The position of a loader or a stream, and how to resume from it."""
