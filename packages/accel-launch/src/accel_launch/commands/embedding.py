@@ -36,7 +36,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         args: What `launch_command_parser().parse_args()` returned.
 
     Returns:
-        The command, and the whole environment for it.
+        The command and its full environment.
 
     Raises:
         LaunchError: If the arguments request something that cannot be started.
@@ -52,7 +52,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
         args: What `launch_command_parser().parse_args()` returned.
 
     Returns:
-        The whole environment; torch.distributed.run adds each worker's rank.
+        The full environment; torch.distributed.run adds each worker's rank.
 
     Raises:
         LaunchError: If the arguments request something that cannot be started.
@@ -72,7 +72,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
         args: What `launch_command_parser().parse_args()` returned.
 
     Returns:
-        The command, and the whole environment for it.
+        The command and its full environment.
 
     Raises:
         LaunchError: If the arguments request something that cannot be started, or not for DeepSpeed.
@@ -80,7 +80,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
     plan = plan_of(args)
     if not plan.settings.value("use_deepspeed"):
         raise LaunchError("The arguments do not ask for DeepSpeed. Give --use_deepspeed.")
-    # The supervisor of this machine's workers is no command that others could run.
+    # The supervisor of this machine's workers is not a command that others could run.
     name: LauncherName = "torchrun" if plan.launcher == "local" else plan.launcher
     prepared: LauncherCommand = LAUNCHERS[name].load("prepare")(plan, env.snapshot())
     if prepared.port_socket is not None:

@@ -35,7 +35,7 @@ def convert(config: LaunchConfig) -> tuple[LaunchConfig, list[str]]:
         The new config, and what changed, a line each.
 
     Raises:
-        ConfigError: If it is no config of FSDP version 1, or version 2 has nothing like what it requests.
+        ConfigError: If it is not a config of FSDP version 1, or version 2 has nothing like what it requests.
     """
     values = config.to_dict()
     where = config.path or "the config"

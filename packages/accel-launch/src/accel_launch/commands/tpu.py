@@ -59,7 +59,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def setup_command(args: argparse.Namespace) -> list[str]:
-    """Return the gcloud command that parsed arguments stand for.
+    """Return the gcloud command for parsed arguments.
 
     Args:
         args: What the parser returned.

@@ -100,7 +100,7 @@ def mpirun_command(plan: LaunchPlan, environ: Mapping[str, str], base: Mapping[s
         command += ["--hostfile" if open_mpi else "-f", hostfile]
     elif open_mpi:
         command.append("--oversubscribe")  # it counts cores, and the number was requested
-    # Hydra, of all the others, passes the whole environment on by itself.
+    # Of the others, only Hydra passes on the full environment itself.
     command += [word for name in changed for word in ("-x", name)] if open_mpi else []
     return [*command, *plan.command]
 

@@ -48,7 +48,7 @@ class LaunchParser(argparse.ArgumentParser):
     def _split(self, tokens: list[str]) -> tuple[list[str], list[str]]:
         """Return the flags, each with its value in one token, and the script with its arguments."""
         flags: list[str] = []
-        # The first word that is no flag is the script; "-" and "--" end the flags too.
+        # The first word that is not a flag is the script; "-" and "--" end the flags too.
         while tokens and tokens[0].startswith("-") and tokens[0] not in ("-", "--"):
             name, equals, value = self._current_flag(tokens.pop(0)).partition("=")
             if name in _WITHOUT_EFFECT:

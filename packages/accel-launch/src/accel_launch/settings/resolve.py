@@ -172,7 +172,7 @@ def _effective(
     return Effective(setting.default)
 
 
-# MULTI_CPU and MULTI_GPU are no engines; the others switch on the setting that stands for them.
+# MULTI_CPU and MULTI_GPU are not engines; the others enable their setting.
 _KINDS = {
     "MULTI_CPU": "cpu",
     "MULTI_GPU": "multi_gpu",

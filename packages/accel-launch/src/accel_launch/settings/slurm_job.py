@@ -22,7 +22,7 @@ from accel_state.process.slurm import tasks_on_machine
 
 # Pseudo steps: the batch script, the external one and interactive shells run on one machine of the job.
 _PSEUDO_STEPS = range(0xFFFFFFF0, 0x100000000)
-_FIRST_PORT, _PORTS = 10000, 20000  # below those that the system hands out
+_FIRST_PORT, _PORTS = 10000, 20000  # below those that the system assigns
 
 
 @dataclass(frozen=True)

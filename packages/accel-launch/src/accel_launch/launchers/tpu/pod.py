@@ -18,7 +18,7 @@ from accel_launch.settings.resolve import Source
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-# They choose the pod, or stand for something on this machine alone.
+# They choose the pod, or apply only to this machine.
 _LOCAL_ONLY = (
     *("tpu", "tpu_cluster", "no_tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env"),
     *("config_file", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
@@ -47,7 +47,7 @@ def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> LauncherCommand:
         plan, without=_LOCAL_ONLY, program=program, sources=(Source.FLAG, Source.CONFIG)
     )
     at = len(program) + 1
-    # There it is a machine with TPUs, and no pod: it would start itself again through gcloud otherwise.
+    # On the pod it is a machine with TPUs: as a pod it would start itself again through gcloud.
     pod_launch[at:at] = ["--tpu", "--no_tpu_cluster"]
     return LauncherCommand(
         pod_command(value("tpu_name"), value("tpu_zone"), " ".join([*exports, shlex.join(pod_launch)])),

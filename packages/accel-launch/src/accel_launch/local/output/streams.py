@@ -31,7 +31,7 @@ _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be 
 
 
 def open_capture(like: int) -> tuple[int, int]:
-    """Open a channel for a worker's output: a terminal if the launcher has one, for colours and bars, or a pipe.
+    """Open a channel for a worker's output: a terminal if the launcher has one, or a pipe.
 
     Args:
         like: The launcher's own file descriptor.

@@ -55,7 +55,7 @@ SAGEMAKER_KEYS = frozenset(
 _BY_KEY = {(setting.section, setting.key): setting for setting in SETTINGS.values() if setting.key}
 _SECTIONS = tuple(dict.fromkeys(section for section, _ in _BY_KEY if section))
 
-# fsdp_config has keys fsdp_..., and so on; only parallelism_config keeps its whole name as the prefix.
+# fsdp_config has keys fsdp_..., and so on; only parallelism_config keeps its full name as the prefix.
 _PREFIXES = {section: section.removesuffix("config") for section in _SECTIONS} | {
     "parallelism_config": "parallelism_config_"
 }

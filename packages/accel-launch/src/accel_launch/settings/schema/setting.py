@@ -40,7 +40,7 @@ class Setting:
         short: A one-letter spelling such as `-m`.
         section: The config file's section that holds the key; empty for the top level.
         key: The key in the config file; empty if it cannot stand there.
-        from_environment: The setting is read from, and handed to workers in, its variable.
+        from_environment: The setting is read from its variable, and passed to workers in it.
         always: Workers get its default too, where its group counts: programs read the variable themselves.
         launch_default: What the launcher takes where nothing gives a value, if that is not the default of the
             variable, which holds for programs that were started without the launcher.
