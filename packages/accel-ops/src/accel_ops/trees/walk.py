@@ -248,7 +248,7 @@ def _field_names(data: Any) -> list[str]:
 
 
 def _rebuild_mapping(data: Mapping[Any, Any], values: Sequence[Any]) -> Any:
-    # copy.copy of a mapping that is no dict and has no __copy__ would share its inner storage.
+    # copy.copy of a mapping that is not a dict and has no __copy__ would share its inner storage.
     if not isinstance(data, dict) and not hasattr(type(data), "__copy__"):
         return type(data)(dict(zip(data, values, strict=True)))  # type: ignore[call-arg]
     new: Any = copy.copy(data)
