@@ -77,7 +77,7 @@ def lomo_backward(optimizer: Any | None, loss: torch.Tensor, learning_rate: floa
         num_steps: Micro-batches per optimizer step.
 
     Raises:
-        ValueError: If there is no such optimizer, or gradients would must be accumulated.
+        ValueError: If there is no such optimizer, or gradients would be accumulated.
     """
     if optimizer is None:
         raise ValueError(
