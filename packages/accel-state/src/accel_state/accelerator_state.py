@@ -133,7 +133,7 @@ class AcceleratorState(ProcessMethods):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine, where a plugin asks for one; else how the processes of the run work together."""
+        """The engine, if a plugin requests one; else how the processes of the run work together."""
         kind = self.plan.distributed_type
         assert kind is not None, "a plan that is shown has one"
         return kind
@@ -165,9 +165,9 @@ class AcceleratorState(ProcessMethods):
 
     @property
     def device_mesh(self) -> Any:
-        """The device mesh of `parallelism_config`, built when first asked for; None without one."""
+        """The device mesh of `parallelism_config`, built on first access; None without one."""
         config = self.plan.parallelism
-        # When it is first asked for: making a mesh is a collective, and most runs have none.
+        # On first access: making a mesh is a collective, and most runs have none.
         return None if config is None else config.get_device_mesh(self.process.device.type)
 
     @property

@@ -55,7 +55,7 @@ class Observer:
         """A prepared loader is about to read a batch."""
 
     def after_batch(self, loader: Any, batch: Any) -> Any:
-        """A prepared loader hands out a batch, which is on the device.
+        """A prepared loader yields a batch, which is on the device.
 
         Returns:
             None, or a batch that the loop gets instead.
@@ -158,7 +158,7 @@ class StepEvents:
             setattr(self, name, tuple(getattr(item, name) for item in observers if _overrides(item, name)))
 
     def publish_batch(self, loader: Any, batch: Any) -> Any:
-        """Publish that a loader hands out a batch; returns the batch that the loop gets."""
+        """Publish that a loader yields a batch; returns the batch that the loop gets."""
         for notify in self.after_batch:
             other = notify(loader, batch)
             batch = batch if other is None else other

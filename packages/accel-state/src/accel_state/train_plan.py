@@ -32,7 +32,7 @@ class _EngineArgument:
     """An argument that takes the plugin of an engine."""
 
     distributed_type: DistributedType
-    switch: str  # the variable that asks for the engine with a plugin from the environment
+    switch: str  # the variable that selects the engine with a plugin from the environment
 
 
 # The arguments that choose an engine.
@@ -130,7 +130,7 @@ def make_train_plan(
         device_placement: Whether prepared objects and batches go to the device.
         external_settings: The settings of an engine of another package, which have its name as `engine`.
         plugin_class: Returns the class of an argument's plugins, which checks them and makes those that the
-            environment asks for. Without it, that is left to whoever made them.
+            environment requests. Without it, that is left to whoever made them.
 
     Raises:
         TypeError: If a plugin is of another engine's class.
@@ -259,7 +259,7 @@ def _name_engine(
         return "fsdp1"
     if external_settings is not None:
         return str(external_settings.engine)
-    # Tensor parallelism alone has no plugin: its axis asks for the engine.
+    # Tensor parallelism alone has no plugin: its axis selects the engine.
     return "mesh" if parallelism is not None and parallelism.tp_enabled else None
 
 
@@ -280,7 +280,7 @@ def _mesh_sizes(
 def _drop_env_mesh(
     config: ParallelismConfig | None, reason: str, tensor_plugin: Any
 ) -> ParallelismConfig | None:
-    """The environment's mesh, unless FSDP shards over it and an argument asks for another engine."""
+    """The environment's mesh, unless FSDP shards over it and an argument selects another engine."""
     if config is None or not config.dp_shard_cp_dim_names:
         return config
     warn(
@@ -370,7 +370,7 @@ def _resolve_precision(value: Any, deepspeed: Any) -> tuple[str, tuple[str, ...]
         return parse_precision(value), ("mixed_precision",)
     variable = "ACCELERATE_MIXED_PRECISION"
     named = env.get(variable)
-    # A launcher writes "no" where nothing was asked for.
+    # A launcher writes "no" where nothing was requested.
     configured = None if deepspeed is None or named != "no" else deepspeed.configured_precision()
     if configured is not None:
         return configured, ("DeepSpeed's configuration",)

@@ -20,7 +20,7 @@ def get_gpu_info() -> tuple[list[str], int]:
     CUDA_VISIBLE_DEVICES hides none of them.
 
     Returns:
-        The names in the driver's order, and how many there are; none where there is no nvidia-smi.
+        The names in the driver's order, and their number; none without nvidia-smi.
 
     Raises:
         RuntimeError: If nvidia-smi fails.

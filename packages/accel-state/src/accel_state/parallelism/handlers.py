@@ -80,7 +80,7 @@ def check_choice(field: str, value: object) -> None:
 
 def check_count(field: str, value: object) -> None:
     """Raise a TypeError or ValueError unless a field's value is an integer of 1 or more."""
-    # bool is an int to isinstance, and True is no size.
+    # bool is an int to isinstance, and True is not a size.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{field} must be an integer, not {value!r}.")
     if value < 1:
