@@ -127,7 +127,7 @@ def test_a_preempted_run_exits_and_the_same_command_goes_on(launched, run, tmp_p
     second = launched(*command, launch_args=["--cpu"])
 
     assert first.returncode == 75
-    assert first.stderr.endswith("that their state is saved. Start the same command again to continue.\n")
+    assert first.stderr.endswith("they have saved their state. Start the same command again to continue.\n")
     assert second.returncode == 0, second.stderr
     assert max(losses([first.stdout])) == 20
     assert min(losses([second.stdout])) == 30

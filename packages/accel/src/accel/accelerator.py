@@ -468,7 +468,7 @@ class Accelerator:
             The model to train with.
 
         Raises:
-            TypeError: If it is no module.
+            TypeError: If it is not a module.
             ValueError: If the engine cannot train it.
 
         Example:
@@ -687,7 +687,7 @@ class Accelerator:
             A context manager, to be entered once per micro-batch.
 
         Raises:
-            TypeError: If `loader` is no prepared loader.
+            TypeError: If `loader` is not a prepared loader.
             ValueError: If it is not being iterated.
 
         Example:
@@ -755,7 +755,7 @@ class Accelerator:
             **kwargs: Passed to the engine's backward (`retain_graph`, for example).
 
         Raises:
-            TypeError: If the weight is no number.
+            TypeError: If the weight is not a number.
             ValueError: If it is negative or not finite, if the micro-batch has another weight already, or if
                 the window has losses of the other kind.
             RuntimeError: If a weight is passed inside `join_uneven_inputs`, where processes may be out of
@@ -922,7 +922,7 @@ class Accelerator:
             last batch are among them: see `gather_for_metrics`.
 
         Raises:
-            TypeError: If a leaf is no tensor.
+            TypeError: If a leaf is not a tensor.
 
         Example:
             all_losses = accelerator.gather(loss.detach())
@@ -946,7 +946,7 @@ class Accelerator:
             list of those of all processes.
 
         Raises:
-            TypeError: If `loader` is no prepared loader.
+            TypeError: If `loader` is not a prepared loader.
             ValueError: If it was not iterated, or the data differs between processes that split sequences.
             RuntimeError: If some processes have no batch in this step.
 
@@ -1064,7 +1064,7 @@ class Accelerator:
         main_process_only: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write everything that `load_state` needs to go on from here. Every process calls it.
+        """Write everything that `load_state` needs to continue from here. Every process calls it.
 
         Args:
             output_dir: The folder; None where checkpoints are named automatically.
@@ -1073,9 +1073,9 @@ class Accelerator:
                 generators of the other processes. By default that is taken from the code around the call
                 (`if accelerator.is_main_process:`).
             **save_model_func_kwargs: `blocking=False` copies the state, and writes and commits it in the
-                background while training goes on. One such save is in flight at most: the next call waits for
-                it, and raises what went wrong in it, as do `wait_for_save`, `load_state` and `end_training`.
-                Others go to the engine.
+                background while training continues. One such save is in flight at most: the next call waits
+                for it, and raises what went wrong in it, as do `wait_for_save`, `load_state` and
+                `end_training`. Others go to the engine.
 
         Returns:
             The folder.
@@ -1346,7 +1346,7 @@ class Accelerator:
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values to each tracker. Errors of a tracker are warnings, and training goes on.
+        """Log values to each tracker. Errors of a tracker are warnings, and training continues.
 
         Args:
             values: Numbers, strings or dicts of them, by name.
@@ -1528,7 +1528,7 @@ class Accelerator:
     def main_process_first(self) -> AbstractContextManager[None]:
         """Return a context that the main process runs first, and the others after it.
 
-        The others go on even if it fails on the main process.
+        The others continue even if it fails on the main process.
 
         Example:
             with accelerator.main_process_first():
@@ -1539,7 +1539,7 @@ class Accelerator:
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Return a context that the first process of each machine runs first, and the others after it.
 
-        The others go on even if it fails on the first process.
+        The others continue even if it fails on the first process.
 
         Example:
             with accelerator.local_main_process_first():

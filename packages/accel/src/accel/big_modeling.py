@@ -1,4 +1,4 @@
-"""Models that are large for the memory at hand, under their documented path: re-exports."""
+"""Models that are large for the available memory, under their documented path: re-exports."""
 
 from accel.big_models.dispatch import dispatch_model as dispatch_model
 from accel.big_models.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch

@@ -32,7 +32,7 @@ def start_engine(
     scaler: GradScalerKwargs | None = None,
     fp8: Any = None,
 ) -> Engine:
-    """Make the engine of a plan; a log line says which one, where, and what asked for it.
+    """Make the engine of a plan; a log line says which one, where, and why.
 
     Args:
         plan: The plan for this process.

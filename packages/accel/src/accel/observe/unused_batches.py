@@ -20,7 +20,7 @@ class UnusedBatches:
         self._unused[id(loader)] = self._passes, deque()
 
     def add(self, loader: Any, batch: Any) -> None:
-        """A loader hands out a batch.
+        """A loader yields a batch.
 
         Args:
             loader: The loader.

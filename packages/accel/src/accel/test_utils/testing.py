@@ -30,7 +30,7 @@ def run_command(
         env: Its environment; that of this process by default.
 
     Returns:
-        The text, if it was asked for.
+        The text, if requested.
 
     Raises:
         RuntimeError: If the command fails: the command, its exit code and what it wrote.

@@ -64,7 +64,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"register_tracker_class got {tracker_class.__name__}, whose `name` is {name!r}: give the class "
             "a `name`, by which log_with finds it."
         )
-    # The same class twice is no mistake: its module may be run again.
+    # The same class twice is not a mistake: its module may be run again.
     if has_tracker(name) and REGISTERED.get(name) is not tracker_class:
         warn(f"There is a tracker {name!r} already: {tracker_class.__name__} takes its place in log_with.")
     REGISTERED[name] = tracker_class

@@ -28,7 +28,7 @@ class TrackerSession(Observer):
     """The trackers of one Accelerator.
 
     Logging never stops training: the first error of a tracker in each of its methods is a warning, and
-    training goes on. ACCELERATE_STRICT_TRACKERS=1 raises such errors.
+    training continues. ACCELERATE_STRICT_TRACKERS=1 raises such errors.
 
     Args:
         process: This process.
@@ -230,7 +230,7 @@ class TrackerSession(Observer):
             return {}
         names = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
         for name in options:
-            # Scripts hold options for several trackers, and ask for one of them.
+            # Scripts have options for several trackers, but use one of them.
             if name not in names and not has_tracker(name):
                 hint = did_you_mean(name, [*TRACKERS, *names])
                 warn(f"{argument} has {name!r}, and there is no tracker of that name.{hint}")

@@ -138,7 +138,7 @@ def _can_start_from(run: Run, loss: torch.Tensor, kwargs: dict[str, Any]) -> boo
     """Whether backward may start from a gradient of this loss, with the same numbers to the last bit.
 
     The scale of fp16 training is multiplied in before the division, other devices than these may divide
-    inexactly, and torch has its own message for losses that are no single number.
+    inexactly, and torch has its own message for losses that are not a single number.
     """
     return (
         type(loss) is torch.Tensor

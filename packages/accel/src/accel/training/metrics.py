@@ -40,7 +40,7 @@ def gather_for_metrics(
     Objects are cut before they travel and tensors after. Where batches differ in size, because nothing is
     padded (`even_batches=False`) or a batch sampler has no batch size, the processes exchange how many rows
     they have. On one process nothing is padded: in a last batch that is incomplete, one number that is
-    repeated for each sample of a whole batch is cut to its samples.
+    repeated for each sample of a full batch is cut to its samples.
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
@@ -96,14 +96,14 @@ def gather_for_metrics(
 
 
 def current_passes(state: GradientState, loader: Any = None) -> list[LoaderPass]:
-    """Return the passes over the loaders whose batches may be at hand, the likeliest first.
+    """Return the passes over the loaders whose batches may be current, the likeliest first.
 
     Args:
         state: Whose loaders they are.
         loader: The one that the user names.
 
     Raises:
-        TypeError: If it is no prepared loader.
+        TypeError: If it is not a prepared loader.
         ValueError: If it was not iterated.
     """
     if loader is None:
@@ -147,7 +147,7 @@ def warn_of_reduced_padding(state: GradientState, size: int, reduction: str) -> 
 
 @dataclass(frozen=True)
 class _Padding:
-    """Of the batches at hand, and of epochs that have ended: how many rows are real.
+    """How many rows are real, in the current batches and in epochs that have ended.
 
     Args:
         real: By the numbers of rows of all processes: how many of them are real. The rest follows them.
@@ -185,7 +185,7 @@ def _padding(passes: Sequence[LoaderPass], size: int, is_training: bool) -> _Pad
 
 
 def _real_rows_of(one: LoaderPass, size: int) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Return the rows of the batch at hand, or of the whole epoch after its end, and how many are real."""
+    """Return the rows of the current batch, or of the full epoch after its end, and how many are real."""
     step, each = _step_rows(one.loader, size), getattr(one.loader, "batch_size", None)
     if step is None and isinstance(each, int):
         step = StepRows((each,) * size, (each,) * size)

@@ -108,7 +108,7 @@ class DDPEngine(Engine):
         return done
 
     def check(self, request: PrepareRequest) -> None:
-        """Reject also models whose weights are split: they are no replicas."""
+        """Reject also models whose weights are split: they are not replicas."""
         super().check(request)
         if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
             from accel.engines.mesh.tensor.split import is_split

@@ -16,7 +16,7 @@ def choice(field: str, value: Any, choices: dict[Any, Any]) -> Any:
     Raises:
         ValueError: If it is not among them.
     """
-    # By identity: True equals 1, and is no version.
+    # By identity: True equals 1, but is not a version.
     if any(value is item for item in choices.values()):
         return value
     name = value.upper() if isinstance(value, str) else value

@@ -39,7 +39,7 @@ class _RecordedBatch:
 
 @dataclass
 class _MicroBatch:
-    """The backward passes after a batch was handed out.
+    """The backward passes after a batch was yielded.
 
     Attributes:
         batches: The batch of each loader, by its number.

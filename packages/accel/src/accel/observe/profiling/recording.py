@@ -134,7 +134,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_complete(path: Path) -> None:
-    # torch prints an error and goes on where it cannot write.
+    # torch prints an error and continues if it cannot write.
     is_complete = False
     if path.is_file():
         with path.open("rb") as file:

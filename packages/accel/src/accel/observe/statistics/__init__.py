@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class StatisticsKwargs(ObserverKwargs):
     """Turns statistics on: pass it in the Accelerator's `kwargs_handlers`, on every process.
 
-    Times are those of the host: an accelerator computes while the host goes on, so that its time is found
+    Times are those of the host: an accelerator computes while the host continues, so that its time is found
     where the host waits for it, unless `synchronize` is set.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A clock that gives each moment to one part of the run: the parts add up to the whole."""
+"""A clock that assigns each moment to one section of the run: the sections add up to all of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Clock:
         self._count_until(time)
         is_first = begins and section in ("data", "forward", "backward") and "checkpoint" not in sections
         self._since = time if is_first and self._since is None else self._since
-        # A part ends once, and one that an error has left open ends when it begins again; a model may call
+        # A section ends once; one that an error has left open ends when it begins again. A model may call
         # another.
         if section in sections and not (begins and section in ("forward", "checkpoint")):
             del sections[len(sections) - 1 - sections[::-1].index(section) :]

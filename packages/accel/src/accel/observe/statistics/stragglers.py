@@ -1,4 +1,4 @@
-"""Finding the processes that the others wait for."""
+"""Find the processes that the others wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from accel.observe.statistics.clock import SECTIONS
 
 RANK_SECTIONS = tuple(section for section in SECTIONS if section not in ("collectives", "checkpoint"))
-"""The parts that a process works on by itself; in the others it may wait for the slow ones."""
+"""The sections in which a process does not wait for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Straggler:
 
     Attributes:
         rank: The process.
-        section: The part of the step that it loses most time in.
+        section: The section of the step in which it loses most time.
         ratio: Its time of a step without waits, over the median of all processes.
         busy_s: Its time of a step without waits, in seconds.
         median_s: The median of these.
-        section_s: Its time of a step in that part, in seconds.
+        section_s: Its time in that section per step, in seconds.
         median_section_s: The median of these.
     """
 
@@ -59,11 +59,11 @@ def find_stragglers(
     time outside of the waits.
 
     Args:
-        seconds: Per process, the seconds of each part.
+        seconds: Per process, the seconds of each section.
         steps: Per process, the number of steps that these are for.
         slow: See above.
         hides_waits: Whether processes may wait for each other within forward and backward, as sharded models
-            do. These are long on the fast processes then, so that data is compared by itself too.
+            do. These are long on the fast processes then, so data is also compared separately.
     """
     # One process has none to be compared with, and one without steps has no time per step.
     if len(seconds) < 2 or min(steps) < 1:

@@ -56,7 +56,7 @@ def convert_model(
     """Replace the linear and norm layers inside a model by Transformer Engine's, or the other way round.
 
     The parameters stay the same objects, so that optimizers and ties keep theirs. Linear layers whose sizes
-    are no multiples of 16 stay, because fp8 kernels cannot multiply them.
+    are not multiples of 16 stay, because fp8 kernels cannot multiply them.
 
     Args:
         model: The model, changed in place.

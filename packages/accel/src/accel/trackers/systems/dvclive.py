@@ -45,7 +45,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and text, nested ones as `outer/inner`, and go on to the next step.
+        """Log numbers and text, nested ones as `outer/inner`, and advance to the next step.
 
         `kwargs` go to `Live.log_metric`.
         """

@@ -21,7 +21,7 @@ class JSONLTracker(GeneralTracker):
     Each line is a JSON object, in a single write to the end of the file: every call that has returned is
     there when the process is killed. A reader may see the first half of a line that is being written, and a
     kill may leave that: a line is complete when it ends in a newline. The configuration is the first line of
-    a run; a run that is started again under the same name goes on in the same file, on a new line. JSON has
+    a run; a run that is started again under the same name continues in the same file, on a new line. JSON has
     no NaN and no infinities: they are written as "NaN", "Infinity" and "-Infinity".
 
     Example:
@@ -111,7 +111,7 @@ class JSONLTracker(GeneralTracker):
             raise RuntimeError(f"{self.path} is not open: call init_trackers first, and end_training last.")
         try:
             text = _ENCODER.encode(line)
-        except (TypeError, ValueError):  # a key that is no string, or a number that JSON does not have
+        except (TypeError, ValueError):  # a key that is not a string, or a number that JSON does not have
             text = _ENCODER.encode(valid_json(plain(line)))
         data = f"\n{text}\n".encode() if self._ends_in_half else f"{text}\n".encode()
         written = os.write(self._file, data)

@@ -25,7 +25,7 @@ class MLflowTracker(GeneralTracker):
     Args:
         experiment_name: The experiment, which is made where there is none of this name.
         logging_dir: Where a new experiment keeps its artifacts; by default MLflow chooses.
-        run_id: A run to go on with.
+        run_id: A run to continue.
         tags: Tags of the run, as a dict or its JSON.
         nested_run: Make it a child of the active run.
         run_name: The name of a new run.
@@ -65,7 +65,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, or go on with the one of `run_id`."""
+        """Begin the run, or continue the one of `run_id`."""
         self._mlflow = require("mlflow", extra="mlflow")
         self.active_run = self._mlflow.start_run(
             run_id=self.run_id,

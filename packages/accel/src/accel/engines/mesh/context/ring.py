@@ -149,7 +149,7 @@ class _RingAttention(torch.autograd.Function):
                 call |= {"philox_seed": rest[0], "philox_offset": rest[1], "bias": None}
                 call["grad_input_mask"] = (True, True, True, False)
                 found = torch_ring._scaled_dot_product_ring_efficient_attention_backward(mesh, **call)
-        # Gradients of query, key and value; the other arguments are no tensors.
+        # Gradients of query, key and value; the other arguments are not tensors.
         return (*found[:3], None, None, None)
 
 
