@@ -72,7 +72,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
         values["gpu_ids"] = ",".join(map(str, values["gpu_ids"]))
     for old, reason in _OBSOLETE.items():
         if values.pop(old, None):
-            _note(where, old, f"it no longer has an effect: {reason}")
+            _note(where, old, f"it now has no effect: {reason}")
     return {
         key: _section(key, value, where) if isinstance(value, dict) else value
         for key, value in values.items()

@@ -65,7 +65,7 @@ def test_one_gpu_needs_no_question_about_spreading_a_model() -> None:
 
     assert values is not None
     assert (values["num_processes"], values["distributed_type"]) == (1, "NO")
-    assert not any("spread" in title for title in script.seen)
+    assert not any("distributed" in title for title in script.seen)
 
 
 def test_some_gpus_count_the_processes() -> None:
@@ -107,7 +107,7 @@ def test_cpu_processes_are_a_multiple_of_the_machines() -> None:
 
 
 def test_fsdp_asks_for_what_its_version_has() -> None:
-    script = Script(spread="FSDP", layer_classes="Block,Head")
+    script = Script(distributed="FSDP", layer_classes="Block,Head")
     values = ask_all(script, gpus=2)
 
     assert values is not None
@@ -116,7 +116,7 @@ def test_fsdp_asks_for_what_its_version_has() -> None:
     assert config.settings["fsdp_transformer_layer_cls_to_wrap"] == ["Block", "Head"]
     assert not any("What is sharded" in title for title in script.seen)
 
-    first = ask_all(Script(spread="FSDP", which_fsdp="1:", wrapped="SIZE"), gpus=2)
+    first = ask_all(Script(distributed="FSDP", which_fsdp="1:", wrapped="SIZE"), gpus=2)
     assert first is not None
     assert first["fsdp_config"]["fsdp_sharding_strategy"] == "FULL_SHARD"
     assert first["fsdp_config"]["fsdp_min_num_params"] == 100_000_000
@@ -124,7 +124,7 @@ def test_fsdp_asks_for_what_its_version_has() -> None:
 
 def test_deepspeed_asks_for_what_its_stage_has() -> None:
     script = Script(
-        spread="DeepSpeed", sharded="3:", optimizer_states_rest="nvme", folder=["", "/nvme"], norm="1.0"
+        distributed="DeepSpeed", sharded="3:", optimizer_states_kept="nvme", folder=["", "/nvme"], norm="1.0"
     )
     values = ask_all(script, gpus=2)
 
@@ -144,14 +144,14 @@ def test_deepspeed_asks_for_what_its_stage_has() -> None:
     assert "The folder is needed." in script.seen
     assert not any("reached" in title for title in script.seen)
 
-    own = ask_all(Script(spread="DeepSpeed", json="ds.json"), gpus=2)
+    own = ask_all(Script(distributed="DeepSpeed", json="ds.json"), gpus=2)
     assert own is not None
     assert own["deepspeed_config"] == {"deepspeed_config_file": "ds.json"}
 
 
 def test_deepspeed_on_several_machines_asks_how_they_are_reached() -> None:
     script = Script(
-        where_do_you="several", host_name="a", spread="DeepSpeed", reached="pdsh", hostfile=["", "hosts"]
+        where_do_you="several", host_name="a", distributed="DeepSpeed", reached="pdsh", hostfile=["", "hosts"]
     )
     values = ask_all(script, gpus=2)
 
@@ -162,7 +162,7 @@ def test_deepspeed_on_several_machines_asks_how_they_are_reached() -> None:
 
 
 def test_the_degrees_of_megatron_divide_the_processes() -> None:
-    script = Script(spread="Megatron", tensor=["3", "2"])
+    script = Script(distributed="Megatron", tensor=["3", "2"])
     script.answers["pipeline-parallel"] = ["8", "2"]
     values = ask_all(script, gpus=8)
 
@@ -258,7 +258,7 @@ def test_each_fp8_library_has_its_own_questions() -> None:
     }
     assert asked("MSAMP", optimization="O1") == {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"}
     assert asked("AO") == {"fp8_backend": "AO", "fp8_pad_inner_dim": True}
-    assert asked("AO", spread="FSDP")["fp8_enable_fsdp_float8_all_gather"] is True
+    assert asked("AO", distributed="FSDP")["fp8_enable_fsdp_float8_all_gather"] is True
 
 
 def test_compiling_asks_how() -> None:
@@ -294,12 +294,12 @@ def test_ranks_that_are_handed_out_are_not_those_of_mpirun() -> None:
     [
         ({}, 0, False, "exec"),
         ({}, 4, True, "local"),
-        ({"train_on": "some", "which_gpus": "1,3", "spread": "FSDP"}, 4, False, "local"),
+        ({"train_on": "some", "which_gpus": "1,3", "distributed": "FSDP"}, 4, False, "local"),
         ({"train_on": "CPU", "how_many_processes": "2"}, 4, False, "local"),
         ({"train_on": "TPU", "mixed": "bf16"}, 4, True, "exec"),
         ({"where": "pod", "pod's": "pod", "zone": "z"}, 0, False, "pod"),
         ({"where": "several", "host_name": "a"}, 0, True, "torchrun"),
-        ({"where": "several", "host_name": "a", "spread": "mesh"}, 4, True, "torchrun"),
+        ({"where": "several", "host_name": "a", "distributed": "mesh"}, 4, True, "torchrun"),
         ({"where": "several", "host_name": "a", "how_do": "c10d", "hostfile_for": "hosts"}, 0, 0, "torchrun"),
         ({"where": "several", "host_name": "a", "hostfile_for": "hosts"}, 0, False, "mpirun"),
         (
@@ -336,7 +336,7 @@ def test_the_tpu_is_offered_for_one_machine_alone() -> None:
 
 
 def test_a_mesh_must_hold_every_process() -> None:
-    script = Script(spread="mesh", replicas=["3", "2"], one_replica="2", tensor="2")
+    script = Script(distributed="mesh", replicas=["3", "2"], one_replica="2", tensor="2")
     values = ask_all(script, gpus=8)
 
     assert values is not None
@@ -349,7 +349,7 @@ def test_a_mesh_must_hold_every_process() -> None:
 
 
 def test_back_forgets_the_answer_and_what_depended_on_it() -> None:
-    values = ask_all(Script(spread=["FSDP", "DDP"], which_fsdp=[Back]), gpus=2)
+    values = ask_all(Script(distributed=["FSDP", "DDP"], which_fsdp=[Back]), gpus=2)
 
     assert values is not None
     assert "fsdp_config" not in values
