@@ -107,13 +107,13 @@ WRONG = {
     "names no module": ({"nothing": "cpu"}, {}, ValueError, r"no device for embedding\.weight.*'nothing'"),
     "misses modules": ({"blocks": "cpu", "shift": "cpu"}, {}, ValueError, r"no device for embedding\.weight"),
     "is no map": ("auto", {}, TypeError, "device_map must be a dict .* not 'auto'"),
-    "a number of an accelerator": ({"": 99}, {}, ValueError, "puts '' on 99, which is not there"),
+    "a number of an accelerator": ({"": 99}, {}, ValueError, "puts '' on 99, which does not exist"),
     "a device that is not there": (
-        {"": "cpu", "head": "cuda:99"}, {}, ValueError, "puts 'head' on 'cuda:99', which is not there",
+        {"": "cpu", "head": "cuda:99"}, {}, ValueError, "puts 'head' on 'cuda:99', which does not exist",
     ),
-    "no device": ({"": "cpu", "head": "gpu"}, {}, ValueError, "puts 'head' on 'gpu', which is not there"),
+    "no device": ({"": "cpu", "head": "gpu"}, {}, ValueError, "puts 'head' on 'gpu', which does not exist"),
     "a main device that is not there": (
-        MAPS["disk"], {"main_device": "cuda:99"}, ValueError, "^main_device is 'cuda:99', which is not there",
+        MAPS["disk"], {"main_device": "cuda:99"}, ValueError, "^main_device is 'cuda:99', which does not exist",
     ),
     "all on the disk, no folder": ({"": "disk"}, {}, ValueError, "to be on the disk.*offload_dir="),
     "no folder": (MAPS["disk"], {}, ValueError, r"blocks\.0\.0\.weight.* to be on the disk.*offload_dir="),

@@ -34,7 +34,7 @@ class Recorder(nn.Module):
 
 def test_devices_are_read_as_in_a_device_map() -> None:
     assert as_device("cpu") == as_device(torch.device("cpu")) == torch.device("cpu")
-    with pytest.raises(ValueError, match="this process uses no accelerator, and has no device 0"):
+    with pytest.raises(ValueError, match="this process uses no accelerator, so it has no device 0"):
         as_device(0)
 
 
@@ -109,7 +109,7 @@ def test_a_stored_weight_of_another_shape_is_named_and_nothing_stays_loaded() ->
     model = Recorder()
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(3)}))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"weight has the shape \[3\], and in Recorder \[2\]"):
+        with pytest.raises(ValueError, match=r"weight has the shape \[3\], but in Recorder \[2\]"):
             model(torch.ones(2))
         assert model.weight.is_meta
 

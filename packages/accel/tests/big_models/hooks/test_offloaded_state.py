@@ -52,7 +52,7 @@ def test_what_is_there_is_not_replaced(layer: nn.Linear) -> None:
 
 def test_loading_what_is_elsewhere_is_an_error_and_the_rest_loads(layer: nn.Linear) -> None:
     keep_state(layer, [Kept("weight", layer.weight)], value)
-    with pytest.raises(RuntimeError, match=r"cannot fill 0\.weight: offloaded weights are not in the model"):
+    with pytest.raises(RuntimeError, match=r"cannot load 0\.weight: offloaded weights are not in the model"):
         nn.Sequential(layer).load_state_dict({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
     layer.load_state_dict({"bias": torch.ones(2)}, strict=False)
 

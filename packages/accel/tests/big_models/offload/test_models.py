@@ -423,7 +423,7 @@ def test_a_damaged_file_is_named(net: nn.Module, tmp_path: Path, damage: str) ->
 def test_a_number_without_accelerators_is_an_error(net: nn.Module, way: Callable[..., Any]) -> None:
     if current_process().device.type != "cpu":
         pytest.skip("there is an accelerator")
-    with pytest.raises(ValueError, match="this process uses no accelerator, and has no device 0"):
+    with pytest.raises(ValueError, match="this process uses no accelerator, so it has no device 0"):
         way(net, 0)
     assert "_hf_hook" not in vars(net)
 

@@ -101,7 +101,7 @@ def test_what_is_changed_of_weights_that_are_read_in_place_is_kept(tmp_path: Pat
 
 def test_a_weight_of_another_shape_is_not_dropped_in_silence(offloaded: nn.Module) -> None:
     with (
-        pytest.raises(ValueError, match=r"weight of Linear has the shape \[3, 2\] now, and \[2, 2\] where"),
+        pytest.raises(ValueError, match=r"weight of Linear now has the shape \[3, 2\], but \[2, 2\] where"),
         align_module_device(offloaded[0]),
     ):
         offloaded[0].weight = nn.Parameter(torch.zeros(3, 2))

@@ -85,7 +85,7 @@ def test_no_other_cut_is_more_even(widths: list[int], stages: int) -> None:
     [
         ((0,), "num_processes=0"),
         ((9, ["Pair"]), "Net cannot be cut into 9 stages"),
-        ((2, None, {0: 100}), "Stage 0 of Net has .* and max_memory gives it 100"),
+        ((2, None, {0: 100}), "Stage 0 of Net has .* but max_memory allows 100"),
     ],
 )
 def test_what_cannot_be_cut_is_named(arguments: tuple[Any, ...], message: str) -> None:

@@ -231,7 +231,7 @@ def message(kind: type[nn.Module], split_points: Any, *args: Any, **kwargs: Any)
             Unused,
             ["third"],
             {},
-            "ValueError: split_points has 'third', which is no module of Unused. It has: first",
+            "ValueError: split_points has 'third', which is not a module of Unused. It has: first",
         ),
         (Unused, [], {}, "ValueError: 2 processes need 1 different split points.*has 0"),
         (Unused, ["first", "second"], {}, "ValueError: 2 processes need 1 different split points.*has 2"),

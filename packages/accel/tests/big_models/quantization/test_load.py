@@ -423,7 +423,7 @@ def test_settings_without_effect_are_told(bnb: Any, tmp_path: Path) -> None:
         load_and_quantize_model(make(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["heads"]))
     with pytest.warns(UserWarning, match="Embedding has no linear layer that is quantized"):
         load_and_quantize_model(nn.Embedding(2, 2), BnbQuantizationConfig(**EIGHT))
-    with pytest.warns(UserWarning, match="max_memory is ignored: it is for maps that are made here"):
+    with pytest.warns(UserWarning, match="max_memory is ignored: it applies only to strategies"):
         load_and_quantize_model(make(), BnbQuantizationConfig(**EIGHT), max_memory={"cpu": "1GB"})
     save_weights({**make().state_dict(), "old": torch.ones(1)}, tmp_path, "1GB", True)
     with pytest.warns(UserWarning, match="Weights that Net does not have are ignored: old"):
