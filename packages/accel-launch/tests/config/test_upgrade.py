@@ -75,7 +75,10 @@ def test_the_first_fsdp_section_had_no_prefixes_and_numbers() -> None:
     ("values", "message"),
     [
         ({"fp16": "maybe"}, "key fp16: 'maybe' is neither true nor false"),
-        ({"dynamo_backend": "INDUCTOR", "dynamo_config": "INDUCTOR"}, "key dynamo_config: 'INDUCTOR' is not a section of keys"),
+        (
+            {"dynamo_backend": "INDUCTOR", "dynamo_config": "INDUCTOR"},
+            "'INDUCTOR' is not a section of keys",
+        ),
         ({"tp_config": 4}, "key tp_config: 4 is not a section of keys"),
     ],
 )

@@ -113,7 +113,10 @@ WRONG = {
     ),
     "no device": ({"": "cpu", "head": "gpu"}, {}, ValueError, "puts 'head' on 'gpu', which does not exist"),
     "a main device that is not there": (
-        MAPS["disk"], {"main_device": "cuda:99"}, ValueError, "^main_device is 'cuda:99', which does not exist",
+        MAPS["disk"],
+        {"main_device": "cuda:99"},
+        ValueError,
+        "^main_device is 'cuda:99', which does not exist",
     ),
     "all on the disk, no folder": ({"": "disk"}, {}, ValueError, "to be on the disk.*offload_dir="),
     "no folder": (MAPS["disk"], {}, ValueError, r"blocks\.0\.0\.weight.* to be on the disk.*offload_dir="),

@@ -20,7 +20,7 @@ def take(clock, part, begins):
 
 def current(clock):
     clock.add_up()
-    return clock._parts[-1]
+    return clock._open[-1]
 
 
 def seconds_of(clock):

@@ -390,7 +390,7 @@ def test_models_and_schedules_are_used_as_without_statistics(mixed_precision):
 def current(clock):
     """The part that time goes to."""
     clock.add_up()
-    return clock._parts[-1]
+    return clock._open[-1]
 
 
 def ddp_with_statistics():
