@@ -435,7 +435,7 @@ def test_the_first_resume_ends_as_the_whole_run(world, tmp_path: Path) -> None:
     whole = run("whole")
     saved = [path.name for path in (tmp_path / "whole/run/checkpoints").iterdir()]
     assert sorted(saved) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-    assert run("whole") == "going on\n"  # all epochs are done
+    assert run("whole") == "resuming\n"  # all epochs are done
     (use,) = (
         block for block in blocks_of((ROOT / "docs/quickstart.md").read_text()) if "load_file" in block.text
     )
@@ -444,9 +444,9 @@ def test_the_first_resume_ends_as_the_whole_run(world, tmp_path: Path) -> None:
     assert re.fullmatch(r"prediction: -?\d+\.\d{3}\n", used)
     assert run("stopped", "2") == ""
     assert len(re.findall(r"^epoch [123]: loss \d\.\d{6}$", whole, re.MULTILINE)) == 3
-    assert run("stopped") == f"going on\n{whole}"
+    assert run("stopped") == f"resuming\n{whole}"
     run("other", "2")
-    assert run("other", size=2).startswith("going on\nepoch 1: ")
+    assert run("other", size=2).startswith("resuming\nepoch 1: ")
 
 
 def test_the_tests_that_the_page_on_contributing_shows_pass(world, launched, monkeypatch, tmp_path):
