@@ -69,7 +69,7 @@ def save_async_row(*, quick: bool = False, device: str = "cpu") -> Row:
     samples: Samples = run_workers("checkpoints:measure_async", 1, device=device, **_size(quick))
     compared = ratios(samples)
     return Row(
-        what=f"save_state(blocking=False), {_megabytes(quick)} MB with AdamW: time it holds / blocking save",
+        what=f"save_state(blocking=False), {_megabytes(quick)} MB with AdamW: blocked time / blocking save",
         value=compared["accel"].median,
         limit=ASYNC_LIMIT,
         noise=compared[CONTROL],

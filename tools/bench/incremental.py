@@ -55,7 +55,7 @@ def incremental_rows(*, quick: bool = False) -> list[Row]:
         ),
         Row(f"{what}: time / save of everything", compared["cached"].median, TIME_LIMIT, **shared),
         Row(
-            f"{what}, the earlier one not in the system's cache: time / save of everything",
+            f"{what}, the previous one not in the system's cache: time / save of everything",
             compared["disk"].median,
             1.0,
             **shared,

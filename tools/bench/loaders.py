@@ -51,7 +51,7 @@ RESUME_LENGTH, RESUME_PART = 1_000_000, 0.9
 
 MEMORY_LENGTH = 100_000_000
 MEMORY_LIMIT_BYTES = 4.5  # per sample: an int32, and what else there is
-MEMORY_LIMIT_SHARED_BYTES = 5.5  # and the share of one of eight
+MEMORY_LIMIT_SHARED_BYTES = 5.5  # and the shard of one rank of eight
 
 
 def iterate_rows(*, quick: bool = False) -> list[Row]:
@@ -152,12 +152,12 @@ def shard_rows(*, quick: bool = False) -> list[Row]:
     noise = compared[CONTROL]
     rows = []
     if "accelerate" in compared:
-        what = f"share of 1 rank of {WORLD} ({shuffled}): time of accelerate / accel"
+        what = f"shard of 1 rank of {WORLD} ({shuffled}): time of accelerate / accel"
         faster = compared["accelerate"].median
         rows.append(Row(what, faster, SHARD_LIMIT, at_least=True, noise=noise, base=seconds))
     return rows + [
         Row(
-            what=f"share of 1 rank of {world} ({shuffled}): time / 1 rank of {WORLD}",
+            what=f"shard of 1 rank of {world} ({shuffled}): time / 1 rank of {WORLD}",
             value=compared[str(world)].median,
             limit=FLAT_LIMIT,
             noise=noise,

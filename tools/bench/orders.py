@@ -33,7 +33,7 @@ def order_rows(*, quick: bool = False) -> list[Row]:
     """Compare keyed orders with those of torch."""
     samples: Samples = run_workers("orders:measure_keyed", 1, rounds=3 if quick else 9)
     compared = ratios(samples)
-    shared = f"share of 1 rank of {WORLD} of 10 billion samples, keyed"
+    shared = f"shard of 1 rank of {WORLD} of 10 billion samples, keyed"
     walked = f"all indices of {WALKED // 10**6} million samples"
     base = f"{1e9 * median(samples[BASELINE]) / WALKED:.0f} ns per sample"
     begin_ms = 1e3 * median(samples["begin"])

@@ -41,7 +41,7 @@ HEADLINES = (
     "gather of a dict of 64 small tensors, 2 processes: time / one flat all_gather",
     "dispatch of dicts of 3 tensors, batch 32, 2 processes: time of accelerate / accel",
     "save_state of 400 MB of weights with AdamW: time / raw files with fsync",
-    "save_state(blocking=False), 400 MB with AdamW: time it holds / blocking save",
+    "save_state(blocking=False), 400 MB with AdamW: blocked time / blocking save",
     "load_state of 400 MB of weights with AdamW, from the system's cache: time of accelerate / accel",
     "load_state of 400 MB of weights with AdamW, from the disk: time of accelerate / accel",
     "load_checkpoint_and_dispatch of 400 MiB in 400 modules to the CPU: time of accelerate / accel",
