@@ -1,4 +1,4 @@
-"""Draws the house for architecture.md from what the modules import: packages, folders, four ways through.
+"""Draws the pictures of architecture.md from the imports: packages, folders, four paths through the code.
 
 mkdocs runs this as a hook. The pictures and the ways exist only in the site that is built; a way whose next
 module is not imported by the one before, and a module that is gone, fail the build.

@@ -1,7 +1,7 @@
 """Puts pictures into the pages: the window, a commit, engines, and the cost of accel and its peers.
 
 mkdocs runs this as a hook. The runs are made while the site is built, the memory is computed by accel, and
-the cost is read from the table of the last whole benchmark. Every SVG that a page shows by
+the cost is read from the table of the last full benchmark. Every SVG that a page shows by
 `![...](img/NAME.svg)` and that takes the page's colours becomes a part of the page.
 """
 
@@ -64,7 +64,7 @@ def on_page_content(html: str, *, files: Any, **kwargs: Any) -> str:
         file = files.get_file_from_path(f"img/{match['name']}.svg")
         drawn = file.content_string if file is not None else ""
         if 'class="picture"' in drawn:
-            # The words of the page, for who cannot see it.
+            # The alternative text of the page, for screen readers.
             return f'<span class="picture" role="img" aria-label="{match["alt"]}">{drawn}</span>'
         return f'<span class="wide-picture">{match[0]}</span>'
 

@@ -39,7 +39,7 @@ polyline{stroke:#75a7ff}}
 
 
 def picture(run: LoggedRun) -> str:
-    """Return an SVG: a bar for each process, with its time in each part, and curves of the run."""
+    """Return an SVG: a bar for each process, with its time in each phase, and curves of the run."""
     assert run.summary is not None
     ranks = run.summary["ranks"]
     longest = max(sum(own["seconds"].values()) for own in ranks)
@@ -76,9 +76,9 @@ def _bar(own: dict[str, Any], top: int, scale: float) -> str:
             f'fill="{COLORS[part]}"><title>{part}: {seconds:.2f} s</title></rect>'
         )
         left += width
-    whole = sum(own["seconds"].values())
+    total = sum(own["seconds"].values())
     name = f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end">process {own["rank"]}</text>'
-    return f'{name}{"".join(cells)}<text x="{left + 8:.1f}" y="{top + 16}">{whole:.2f} s</text>'
+    return f'{name}{"".join(cells)}<text x="{left + 8:.1f}" y="{top + 16}">{total:.2f} s</text>'
 
 
 def on_files(files: Any, *, config: Any) -> Any:

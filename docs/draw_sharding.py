@@ -1,4 +1,4 @@
-"""Draws which sample goes where, for data.md: one picture for each way of sharing data out.
+"""Draws which sample goes where, for data.md: one picture for each way of sharding data.
 
 What is drawn is read from loaders that `prepare_data_loader` returns, so the pictures show what the code
 does. mkdocs runs this as a hook; the pictures exist only in the site that is built.
@@ -34,7 +34,7 @@ class Stream(IterableDataset[int]):
 
 
 class Cell(NamedTuple):
-    """A sample in a batch, and whether it only fills the batch up."""
+    """A sample in a batch, and whether it is padding."""
 
     sample: int
     padding: bool
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A way of sharing data out.
+    """A way of sharding data.
 
     Args:
         title: What the picture shows, in words.

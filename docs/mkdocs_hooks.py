@@ -1,6 +1,6 @@
-"""Lets the pages be next to mkdocs.yml, in docs/ itself, show files of the repository, and what they print.
+"""Lets the pages be next to mkdocs.yml, in docs/ itself, and show files of the repository and their output.
 
-mkdocs refuses a docs_dir that holds its own configuration file, but only while it validates that file.
+mkdocs rejects a docs_dir that contains its own configuration file, but only while it validates that file.
 """
 
 import re
@@ -21,9 +21,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Put the text of a file in the place of a line `# all of path/from/the/root`.
+    """Replace a line `# all of path/from/the/root` by the text of the file.
 
-    A line `# output of path/from/the/root on N processes` becomes what the file prints, run on so many.
+    A line `# output of path/from/the/root on N processes` becomes the output of the file, run on N processes.
     """
     shown = re.sub(
         r"^# all of (\S+)$",

@@ -28,7 +28,7 @@ __all__ = ["definition", "exported", "interface_page", "nav", "on_config", "on_f
 _INTERFACE = """# The documented interface
 
 The modules and names of Hugging Face Accelerate's documentation, under accel's name. Each is described where
-it is defined; import it from the module that stands here.
+it is defined; import it from the module that is listed here.
 """
 
 
@@ -208,7 +208,7 @@ def nav() -> list[Any]:
     found = pages()
     for package in packages(ROOT).values():
         own = [_title(path) for path in found if path.split("/")[1] == package.name]
-        front, *folders = sorted(own)  # the front page has no title of its own there
+        front, *folders = sorted(own)  # the front page has no own title there
         entries.append({package.folder.name: [_path(front), *({name: _path(name)} for name in folders)]})
     return entries
 

@@ -35,7 +35,7 @@ the variable. A flag is true or false: 1/0, yes/no, on/off, t/f, y/n.
 _CONFIGURATION = """# The config file
 
 `accel config` writes it, `accel launch` reads it: YAML or JSON. The environment comes before the file, and a
-flag before both. Keys with a section before them stand in that section.
+flag before both. Keys with a section before them are in that section.
 """
 
 

@@ -1,4 +1,4 @@
-"""Six micro-batches, four to a window of all processes: what each way of calling backward makes of them."""
+"""Six micro-batches, four to a window over all processes: the gradients of each way to call backward."""
 
 from itertools import chain
 

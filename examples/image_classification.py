@@ -6,8 +6,8 @@
     torchrun --nproc_per_node 2 image_classification.py
 
 Notable:
-- `--batch_size` is the number of images per optimizer step, over all processes and accumulation steps
-  together. The same value therefore gives the same training, however it is split.
+- `--batch_size` is the number of images per optimizer step, over all processes and accumulation steps.
+  The same value therefore gives the same training, however it is split.
 - The test set has 359 images, a prime: no batch and no number of processes divides it, and yet every
   image is counted once, because gather_for_metrics knows which samples are padding.
 - Needs a few seconds on one CPU core and downloads nothing.
@@ -70,7 +70,7 @@ class JSONLinesTracker(GeneralTracker):
         self.path = path
 
     def start(self) -> None:
-        """Open the file; init_trackers calls this, on the main process alone."""
+        """Open the file; init_trackers calls this, only on the main process."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.path.open("w", buffering=1)  # line by line: a killed run keeps its log
 
@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        # A loader's batch size counts the images of all processes together, not those of each.
+        # A loader's batch size counts the images of all processes, not those of each.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         log_with=JSONLinesTracker(args.output_dir / "digits.jsonl") if args.with_tracking else None,
     )

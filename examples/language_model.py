@@ -8,8 +8,8 @@ Notable:
 - The data is on every machine that has Python: about 30 MB of real text. It is written once to a cache
   file by the first process of each machine, and memory-mapped by all of them.
 - Every 20th file is held out; perplexity (per byte) is measured on those, over all processes.
-- `--batch_size` is the number of sequences per optimizer step, over all processes and accumulation steps
-  together, so the same value gives the same training however it is split.
+- `--batch_size` is the number of sequences per optimizer step, over all processes and accumulation
+  steps, so the same value gives the same training however it is split.
 - Warm-up and cosine schedule, gradient accumulation, clipping. The default model has 0.8 million
   parameters; 200 steps need about two minutes on one CPU core.
 
@@ -52,8 +52,8 @@ def stdlib_files() -> list[Path]:
 def write_cache(files: list[Path], cache_dir: Path, split: str) -> Path:
     """Concatenate files into one file of cache_dir, unless that was done before, and return its path.
 
-    The name holds a digest of the files' names and sizes: another Python gets its own cache. The
-    rename is atomic, so that no process ever maps a file that is half written.
+    The name has a digest of the files' names and sizes: another Python gets its own cache. The
+    rename is atomic, so that no process ever maps a half-written file.
     """
     listing = "".join(f"{path}:{path.stat().st_size}\n" for path in files)
     cache = cache_dir / f"stdlib-{hashlib.sha256(listing.encode()).hexdigest()[:12]}-{split}.bin"
@@ -203,7 +203,7 @@ def main(args: argparse.Namespace) -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        # A loader's batch size counts the sequences of all processes together, not those of each.
+        # A loader's batch size counts the sequences of all processes, not those of each.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
     num_micro_batches = accelerator.gradient_accumulation_steps  # the launcher's flag comes before ours
@@ -268,7 +268,7 @@ def parse_args() -> argparse.Namespace:
     add("--n_head", type=int, default=4)
     add("--n_embd", type=int, default=128)
     add("--eval_sequences", type=int, default=499, help="held-out sequences, at most")
-    add("--log_every", type=int, default=10, help="print the loss every so many steps")
+    add("--log_every", type=int, default=10, help="number of steps between losses that are printed")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], default=None)
     add("--seed", type=int, default=0)
     add("--cpu", action="store_true", help="train on the CPU even where there is an accelerator")

@@ -70,7 +70,7 @@ def main() -> None:
         num_workers=args.workers,
     )
     test_data = DataLoader(Digits(slice(1438, None), augment=False), batch_size=32)
-    # Batches of 32 samples of all processes together, so that the training does not depend on their number.
+    # Batches of 32 samples over all processes, so that the training does not depend on their number.
     train_data = prepare_data_loader(train_data, device, split_batches=True, put_on_device=True)
     test_data = prepare_data_loader(test_data, device, put_on_device=True)
 
@@ -92,7 +92,7 @@ def main() -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Any) -> tuple[int, int]:
-    """Count each test image once: the padding of the last batches is known and left out."""
+    """Count each test image once: the padding of the last batches is dropped."""
     counts = torch.zeros(2, dtype=torch.int64)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for images, labels in data:
@@ -107,7 +107,7 @@ def evaluate(model: nn.Module, data: Any) -> tuple[int, int]:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, step: int) -> None:
-    """Write all that a run needs to go on; the loader's place is the same on every process."""
+    """Write all that a run needs to resume; the loader's position is the same on every process."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     weights = getattr(model, "module", model).state_dict()
@@ -147,7 +147,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, default=0, help="worker processes of the training data's loader"
     )
-    parser.add_argument("--checkpoint", type=Path, help="where to stop, and to go on if it is there")
+    parser.add_argument("--checkpoint", type=Path, help="where to save at the stop, and to resume from if it exists")
     parser.add_argument("--stop_after", type=int, help="number of the step after which to save and stop")
     args = parser.parse_args()
     if args.stop_after is not None and args.checkpoint is None:

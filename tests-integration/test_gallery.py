@@ -99,7 +99,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, size):
     second = run("exact_resume", *stopped, size=size)
 
     assert "digest" not in first[0]
-    assert second[0].startswith("going on after step 20\n")
+    assert second[0].startswith("resuming after step 20\n")
     assert digest(second) == digest(whole)
     assert losses(first) | losses(second) == losses(whole)
     # Kept: the newest two.
@@ -115,7 +115,7 @@ def test_another_number_of_processes_goes_on_alike(run, tmp_path, saved_by, load
     second = run("elastic_resume", "--project_dir", tmp_path / "run", size=loaded_by)
 
     assert f"{saved_by} processes saved after step 30" in first[0]
-    assert f"{loaded_by} processes go on after step 30" in second[0]
+    assert f"{loaded_by} processes resume after step 30" in second[0]
     assert list(losses(second)) == [step for step in losses(whole) if step > 30]
     assert losses(first) | losses(second) == pytest.approx(losses(whole), abs=TOLERANCE)
 
@@ -220,7 +220,7 @@ def test_each_process_holds_its_shards_and_saves_the_whole(run, tmp_path):
     total = re.search(r"holds ([\d,]+) of \1 parameters", alone)[1]
     number = int(total.replace(",", ""))
     for rank, text in enumerate(printed):
-        assert f"process {rank} holds {number // 2:,} of {total} parameters\n" in text
+        assert f"process {rank} has {number // 2:,} of {total} parameters\n" in text
     weights = load_file(tmp_path / "model.safetensors")
     assert sum(weight.numel() for weight in weights.values()) == number
 

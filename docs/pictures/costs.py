@@ -1,4 +1,4 @@
-"""Draws the cost of accel and its peers, from the table of the last whole benchmark."""
+"""Draws the cost of accel and its peers, from the table of the last full benchmark."""
 
 from __future__ import annotations
 

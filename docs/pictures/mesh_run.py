@@ -1,7 +1,7 @@
 """Prints how eight processes are arranged under five settings, as JSON.
 
 Each process is made in turn, in torch's `fake` world, whose collectives move no data: the meshes and the
-shares of the data are what accel computes.
+shards of the data are what accel computes.
 """
 
 import json
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, int]] = {
 
 
 def process(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return what one process knows: its engine, its coordinates in the mesh, its share of the data."""
+    """Return what one process knows: its engine, its coordinates in the mesh, its shard of the data."""
     dist.init_process_group("fake", rank=rank, world_size=PROCESSES, store=FakeStore())
     try:
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes) if sizes else None)

@@ -12,7 +12,7 @@ CELL, ROW = 40, 84
 
 
 def copies(processes: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the ranks that hold one copy of the model together."""
+    """Return the ranks that have the shards of one copy of the model."""
     found: dict[Any, list[int]] = {}
     for rank, process in enumerate(processes):
         mesh = process["mesh"]
@@ -21,7 +21,7 @@ def copies(processes: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def draw(settings: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a row of processes for each setting: a frame for a copy, a colour for a share of the data."""
+    """Return a row of processes for each setting: a frame for a copy, a colour for a shard of the data."""
     parts, top = [], 0.0
     for name, processes in settings.items():
         across = (WIDTH - 8) / len(processes)

@@ -22,7 +22,7 @@ COLORS = tuple(
 
 
 def picture(title: str, height: float, parts: Iterable[str]) -> str:
-    """Return a whole picture."""
+    """Return the complete picture."""
     look = 'class="picture" role="img" font-family="inherit" font-size="12"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" {look}>'

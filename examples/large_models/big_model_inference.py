@@ -1,10 +1,10 @@
-"""A model that fits nowhere as a whole: built empty, loaded to where there is room, run from there.
+"""A model that fits on no single device: built empty, loaded to where there is room, run from there.
 
     python big_model_inference.py
     python big_model_inference.py --memory 300KB
 
 `--memory` (600KB) is how much of the weights each device, and the memory of the CPU, may take; the rest stays
-on the disk and is read while the model runs. In a program of yours leave `max_memory` out:
+on the disk and is read while the model runs. In your own program leave `max_memory` out:
 `device_map="auto"` then takes what is free. The outputs are those of the plain model.
 """
 

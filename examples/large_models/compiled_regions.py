@@ -5,7 +5,7 @@
     accel launch --num_processes 2 --cpu compiled_regions.py --backend eager
 
 The first step compiles, and takes about as long for 16 blocks as for 4. Without `use_regional_compilation`
-the whole model is compiled, which takes longer with each layer. Names of weights and checkpoints are those
+the full model is compiled, which takes longer with each layer. Names of weights and checkpoints are those
 of the plain model. The backend "inductor" needs a C++ compiler on the CPU; "eager" compiles nothing and
 shows the rest.
 """

@@ -1,10 +1,10 @@
-"""Context parallelism: long sequences are split over the processes, and attention goes around as a ring.
+"""Context parallelism: long sequences are split over the processes, with ring attention.
 
     python context_parallel.py
     accel launch --num_processes 2 --cpu context_parallel.py
 
 Both print the same losses. Inside the context all tensors with one entry per token (also the positions)
-hold this process's part. It needs a model that calls `scaled_dot_product_attention`, and sequences whose
+hold this process's shard. It needs a model that calls `scaled_dot_product_attention`, and sequences whose
 length divides by twice the number of processes.
 """
 
@@ -19,7 +19,7 @@ accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=processes
 set_seed(0)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-# Every process of a group reads the same batch, so this is the size of the whole batch.
+# Every process of a group reads the same batch, so this is the size of the full batch.
 model, optimizer, data = accelerator.prepare(model, optimizer, windows(batch_size=8))
 
 for step, (inputs, labels, positions) in enumerate(data, start=1):
@@ -37,6 +37,6 @@ for step, (inputs, labels, positions) in enumerate(data, start=1):
     optimizer.step()
     optimizer.zero_grad()
     if step % 6 == 0:
-        mean = accelerator.reduce(loss.detach(), "mean").item()  # all parts are equally long
+        mean = accelerator.reduce(loss.detach(), "mean").item()  # all shards are equally long
         accelerator.print(f"step {step}: loss {mean:.6f}, gradient norm {float(norm):.4f}")
 accelerator.end_training()

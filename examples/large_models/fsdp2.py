@@ -1,12 +1,12 @@
-"""FSDP version 2: parameters, gradients and optimizer states in shards, each process with its part.
+"""FSDP version 2: each process has a shard of the parameters, gradients and optimizer states.
 
     python fsdp2.py
     accel launch --num_processes 2 --cpu fsdp2.py --output_dir weights
 
-Both print the same losses; on two processes each holds half of the parameters. A block's parameters are
-gathered while it computes. `save_model` writes whole weights, which any other program reads. Without the
+Both print the same losses; on two processes each has half of the parameters. A block's parameters are
+gathered while it computes. `save_model` writes full weights, which any other program reads. Without the
 plugin in the script, `accel launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy
-TRANSFORMER_BASED_WRAP` says the same.
+TRANSFORMER_BASED_WRAP` does the same.
 """
 
 import argparse
@@ -34,13 +34,13 @@ model = GPT()
 total = sum(weight.numel() for weight in model.parameters())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer, data = accelerator.prepare(model, optimizer, windows(batch_size=8))
-held = sum(weight.to_local().numel() for weight in model.parameters())
-print(f"process {accelerator.process_index} holds {held:,} of {total:,} parameters")
+local = sum(weight.to_local().numel() for weight in model.parameters())
+print(f"process {accelerator.process_index} has {local:,} of {total:,} parameters")
 
 for step, (inputs, labels, positions) in enumerate(data, start=1):
     loss = loss_of(model(inputs, positions), labels)
     accelerator.backward(loss)
-    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # of the whole gradient
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # of the full gradient
     optimizer.step()
     optimizer.zero_grad()
     if step % 6 == 0:

@@ -1,4 +1,4 @@
-"""Inference over several processes: each takes its share of the inputs, and the results come back in order.
+"""Inference over several processes: each gets a slice of the inputs, and the results are gathered in order.
 
     python split_inference.py
     accel launch --num_processes 2 --cpu split_inference.py

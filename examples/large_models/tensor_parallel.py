@@ -21,7 +21,7 @@ accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=processes
 set_seed(0)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-# Every process of a group reads the same batch, so this is the size of the whole batch.
+# Every process of a group reads the same batch, so this is the size of the full batch.
 model, optimizer, data = accelerator.prepare(model, optimizer, windows(batch_size=8))
 weight = model.blocks[0].up.weight
 part = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -31,7 +31,7 @@ print(f"process {accelerator.process_index} has the part {shapes} of blocks.0.up
 for step, (inputs, labels, positions) in enumerate(data, start=1):
     loss = loss_of(model(inputs, positions), labels)
     accelerator.backward(loss)
-    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # of the whole gradient
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # of the full gradient
     optimizer.step()
     optimizer.zero_grad()
     if step % 6 == 0:

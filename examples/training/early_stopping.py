@@ -3,7 +3,7 @@
     python early_stopping.py
     accel launch --num_processes 2 --cpu early_stopping.py --patience 2
 
-If each process decided for itself, one could stop where another goes on, which would wait for it forever.
+If each process decided for itself, one could stop while another continues, which would then hang.
 To keep the script short it watches the test data; in earnest, take separate validation data.
 Any process may raise the flag with `set_trigger`; all of them see it at the next `check_trigger`.
 """

@@ -1,12 +1,12 @@
-"""Save on two processes, go on with one, or with four: nothing in the training changes but who does it.
+"""Save on two processes, resume on one, or on four: the training stays the same.
 
     accel launch --num_processes 2 --cpu elastic_resume.py --project_dir stopped --stop_after 30
     accel launch --num_processes 4 --cpu elastic_resume.py --project_dir stopped
-    python elastic_resume.py --project_dir whole
+    python elastic_resume.py --project_dir full
 
 From step 31 on the second prints the losses of the third. The model is in shards (FSDP version 2): each
 process writes its own part of the checkpoint, and reads what it needs of all parts. The loader's place
-counts the samples of all processes together, so that none is lost or seen twice.
+counts the samples of all processes, so that none is lost or seen twice.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
     accelerator.register_for_checkpointing(progress)
 
     if accelerator.load_state(missing_ok=True):
-        accelerator.print(f"{accelerator.num_processes} processes go on after step {progress.step}")
+        accelerator.print(f"{accelerator.num_processes} processes resume after step {progress.step}")
     while train_data.iteration < NUM_EPOCHS:  # each pass is an epoch, or what is left of it
         for images, labels in train_data:
             loss = F.cross_entropy(model(images), labels)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from accel import Accelerator, DataLoaderConfiguration
 from accel.utils import set_seed
 
-BATCH_SIZE = 64  # lines per optimizer step, of all processes and micro-batches together
+BATCH_SIZE = 64  # lines per optimizer step, over all processes and micro-batches
 IGNORED = -100  # the label of padding, which cross_entropy passes over
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)

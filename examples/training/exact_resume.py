@@ -1,6 +1,6 @@
-"""Stop and go on, anywhere in an epoch: the same weights, bit for bit, as without the stop.
+"""Stop and resume anywhere in an epoch: the same weights, bit for bit, as without the stop.
 
-    python exact_resume.py --project_dir whole
+    python exact_resume.py --project_dir full
     python exact_resume.py --project_dir stopped --stop_after 30
     python exact_resume.py --project_dir stopped
 
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
     accelerator.register_for_checkpointing(progress)
 
     if accelerator.load_state(missing_ok=True):  # the newest checkpoint, if there is one
-        accelerator.print(f"going on after step {progress.step}")
+        accelerator.print(f"resuming after step {progress.step}")
     while train_data.iteration < NUM_EPOCHS:  # each pass is an epoch, or what is left of it
         for images, labels in train_data:
             loss = F.cross_entropy(model(images), labels)

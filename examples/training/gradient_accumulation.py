@@ -19,7 +19,7 @@ from handwriting import evaluate, loaders, network
 from accel import Accelerator, DataLoaderConfiguration
 from accel.utils import set_seed
 
-BATCH_SIZE = 64  # images per optimizer step, of all processes and micro-batches together
+BATCH_SIZE = 64  # images per optimizer step, over all processes and micro-batches
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--micro_batches", type=int, default=4, help="micro-batches per optimizer step")
@@ -27,7 +27,7 @@ args = parser.parse_args()
 
 accelerator = Accelerator(
     gradient_accumulation_steps=args.micro_batches,
-    # The batch size of a loader is that of all processes together.
+    # The batch size of a loader is that over all processes.
     dataloader_config=DataLoaderConfiguration(split_batches=True),
 )
 set_seed(0)

@@ -53,12 +53,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, test_data: DataLoader) 
 
 @dataclass
 class Progress:
-    """What a script remembers besides; a checkpoint takes any object with these two methods."""
+    """A script's own variables; a checkpoint takes any object with these two methods."""
 
     step: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint holds."""
+        """Return what a checkpoint saves."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

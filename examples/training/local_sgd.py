@@ -1,4 +1,4 @@
-"""Local SGD: each process takes 8 steps by itself, then their weights are averaged; for slow networks.
+"""Local SGD: each process takes 8 steps on its own, then their weights are averaged; for slow networks.
 
     accel launch --num_processes 2 --cpu local_sgd.py
     accel launch --num_processes 4 --cpu local_sgd.py --local_sgd_steps 16

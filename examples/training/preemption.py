@@ -1,4 +1,4 @@
-"""Survive preemption: at a signal all processes save and exit; the same command goes on.
+"""Survive preemption: at a signal all processes save and exit; the same command continues.
 
     accel launch --num_processes 2 --cpu preemption.py --project_dir run --signal_at_step 25
     accel launch --num_processes 2 --cpu preemption.py --project_dir run

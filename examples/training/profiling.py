@@ -1,4 +1,4 @@
-"""Profile a few steps: which operators take the time, on which process, and a trace to look at.
+"""Profile a few steps: which operators take the time, on which process, and a trace to view.
 
     python profiling.py
     accel launch --num_processes 2 --cpu profiling.py --output_dir traces
