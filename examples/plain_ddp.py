@@ -147,7 +147,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, default=0, help="worker processes of the training data's loader"
     )
-    parser.add_argument("--checkpoint", type=Path, help="where to save at the stop, and to resume from if it exists")
+    parser.add_argument("--checkpoint", type=Path, help="saved at the stop, and resumed from if it exists")
     parser.add_argument("--stop_after", type=int, help="number of the step after which to save and stop")
     args = parser.parse_args()
     if args.stop_after is not None and args.checkpoint is None:

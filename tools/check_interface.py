@@ -1,6 +1,6 @@
 """Check accel against the documented interface and against what well-known clients import.
 
-Every documented module, name, signature, default and enum member is there, or its name stands in
+Every documented module, name, signature, default and enum member exists, or its name is listed in
 tools/reference/missing.txt. That list only shrinks: a name that is there now must leave it (`--update` takes
 it out), and no name can be added to it. What is there does more than raise NotImplementedError.
 
@@ -31,18 +31,18 @@ def check(entries: Iterable[Entry], listed: set[str]) -> tuple[list[str], set[st
     Returns:
         The problems, and the names that are missing.
     """
-    known = set()
+    documented = set()
     missing = set()
     problems = []
     for entry in entries:
-        known.add(entry.name)
+        documented.add(entry.name)
         if is_missing(entry):
             missing.add(entry.name)
         else:
             problems += mismatches(entry)
-    problems += [f"{name}: documented, and neither there nor listed" for name in sorted(missing - listed)]
-    problems += [f"{name}: is there now; run with --update" for name in sorted((listed & known) - missing)]
-    problems += [f"{name}: listed, and not a documented name" for name in sorted(listed - known)]
+    problems += [f"{name}: documented, but neither exists nor is listed" for name in sorted(missing - listed)]
+    problems += [f"{name}: exists now; run with --update" for name in sorted((listed & documented) - missing)]
+    problems += [f"{name}: listed, but not a documented name" for name in sorted(listed - documented)]
     return problems, missing
 
 

@@ -1,6 +1,6 @@
 """Check that types carry through the public interface, with mypy and with pyright.
 
-Both look at `tools/user_types/right.py`, in which they may find nothing, and at `mistakes.py`, in which they
+Both check `tools/user_types/right.py`, in which they may find nothing, and at `mistakes.py`, in which they
 have to find an error in each line that ends with `# wrong`, and in no other one.
 
 Run from anywhere: `python tools/check_user_types.py`, with the packages, mypy and basedpyright installed.

@@ -1,4 +1,4 @@
-"""Build every package, look into what was built, and install each alone into an empty environment.
+"""Build every package, inspect what was built, and install each alone into an empty environment.
 
 Run by `hatch run wheels:test`; `--build` builds only. Needs hatchling, twine and uv, and the package index
 for what the packages depend on.

@@ -1,7 +1,7 @@
 """Run the tests marked `gpu`, one after the other, as they share the devices and measure their memory.
 
 Where torch finds no CUDA device, the tests are collected and none is run. The last line says so, and the exit
-code is 5, that of pytest where no test ran: a job that is meant for a GPU must not pass without one.
+code is 5, pytest's for no tests: a job that is meant for a GPU must not pass without one.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Compared:
         """Check that the results are equal, numbers to a tolerance.
 
         Args:
-            *keys: Look at this part of the results alone, as in results["train"]["losses"].
+            *keys: Compare only this entry of the results, as in results["train"]["losses"].
             rtol: The relative tolerance of numbers.
             atol: The absolute tolerance of numbers.
         """
@@ -66,7 +66,7 @@ class Compared:
         """Check that both runs left files of the same names.
 
         Args:
-            *patterns: Which files to look at, as in "checkpoint-*/*.json"; by default all.
+            *patterns: Which files to compare, as in "checkpoint-*/*.json"; by default all.
             but: Which of these to leave out.
         """
         __tracebackhide__ = True
@@ -139,7 +139,7 @@ def compare(
             "accelerate": {"launcher": "python", "python": python},
         }
     else:
-        # With --cpu accelerate's launcher starts several processes by mpirun alone.
+        # With --cpu accelerate's launcher starts several processes only by mpirun.
         theirs = launch_args or ["--multi_gpu"] if own_launcher else launch_args
         starts = {
             "accel": {"launcher": "accel", "launch_args": ["--drop-in", "--cpu", *launch_args]},

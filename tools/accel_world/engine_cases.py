@@ -1,4 +1,4 @@
-"""The engines that every contract is tested on: how a script asks for each, and on how many processes."""
+"""The engines that every contract is tested on: how a script requests each, and on how many processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["CASES", "FEW", "HYBRID", "SHARDED_CASES", "Case", "marked", "over_en
 
 @dataclass(frozen=True)
 class Case:
-    """An engine as a script asks for it.
+    """An engine as a script requests it.
 
     Attributes:
         size: Number of processes.
         options: Makes the arguments of Accelerator, in the worker.
         engine: What `accelerator.engine.name` has to be.
-        replicas: Processes that work on the same samples together.
+        replicas: Processes that work on the same samples.
         separable: Whether the model and its optimizer may be prepared in separate calls.
     """
 
@@ -83,7 +83,7 @@ def ddp_tp() -> dict[str, Any]:
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
-    """A stage of DeepSpeed's ZeRO; at 3 also small parameters are shared out."""
+    """A stage of DeepSpeed's ZeRO; at 3 small parameters are sharded too."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000}
     config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
     return {"deepspeed_plugin": DeepSpeedPlugin(config, zero3_save_16bit_model=True)}
@@ -132,7 +132,7 @@ CASES: dict[str, Case] = {
 
 for _name in entry_point_engines():
     _kind = find_engine(_name)
-    assert _kind.settings_type is not None, f"{_name} has no settings_type that asks for it"
+    assert _kind.settings_type is not None, f"{_name} has no settings_type that requests it"
     _ask = functools.partial(lambda kind: {"kwargs_handlers": [kind()]}, _kind.settings_type)
     CASES |= {f"{_name} alone": Case(1, _kind.name, _ask), _name: Case(2, _kind.name, _ask)}
 

@@ -7,7 +7,7 @@ import socket
 
 __all__ = ["base_environment"]
 
-# Traces of a launcher, which would tell a process that it is part of another run.
+# Variables of a launcher, by which a process would believe that it is part of another run.
 LAUNCHER_PREFIXES = (
     "ACCELERATE_",
     "FSDP_",

@@ -1,4 +1,4 @@
-"""One process of many, whose collectives return at once and move no data."""
+"""One process of many, whose collectives return immediately and move no data."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _import_by_path(name: FunctionName) -> None:
 
 
 def _provide_parents(name: FunctionName) -> None:
-    """Make the packages of a dotted name exist, which pickle asks for; pytest invents them from folders."""
+    """Create the packages of a dotted name, which pickle needs; pytest derives the names from folders."""
     parts = name.module.split(".")[:-1]
     folders = [str(folder) for folder in Path(name.path).parents]
     for depth in range(1, len(parts) + 1):

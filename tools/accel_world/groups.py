@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["num_gloo_threads", "release_groups"]
 
-_ROUNDS = 3  # collections: what C++ holds of a graph is seen to be garbage a layer at a time
+_ROUNDS = 3  # collections: each one frees one more layer of a graph that C++ references
 _kept = 0  # threads that were there after the last collection of everything
 
 
@@ -37,7 +37,7 @@ def release_groups() -> None:
 
 
 def num_gloo_threads() -> int:
-    """Threads of this process that poll for a gloo group; 0 where the system does not tell (not Linux)."""
+    """Threads of this process that poll for a gloo group; 0 on systems that do not list them (not Linux)."""
     names = Path("/proc/self/task").glob("*/comm")
     return sum(_read(name).startswith("gloo_") for name in names)
 

@@ -17,7 +17,7 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from accel_world.guard impo
 
 
 class Guard:
-    """The pytest process's end: tells the guard which runs are going on. Starts with the first one."""
+    """The pytest process's end: tells the guard which runs are active. Starts with the first one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -32,7 +32,7 @@ class LaunchFailure(AssertionError):
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """A run that ended by itself."""
+    """A run that ended without being killed."""
 
     returncode: int
     stdout: str
@@ -152,7 +152,7 @@ def _run(
     """Run to the end and return the exit code; past the limit, return None and everyone's stacks."""
     mark = environment[marked.MARK]
     (folder / "work").mkdir()
-    # Files, not pipes: an orphan would hold a pipe open.
+    # Files, not pipes: an orphan would keep a pipe open.
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         process = subprocess.Popen(
             command,

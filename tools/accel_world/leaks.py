@@ -1,6 +1,6 @@
 """What a test must leave as it found it: each aspect is captured before, restored and named after.
 
-Nothing here imports torch or accel: an aspect of a library that is not loaded is not looked at.
+Nothing here imports torch or accel: the state of a library that is not loaded is not checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "restore",
 ]
 
-PATIENCE_S = 4.0  # how long a thread or child that is on its way out may take
+PATIENCE_S = 4.0  # how long an ending thread or child may take
 SINGLETONS = (
     ("accel_state.gradient", "GradientState"),
     ("accel_state.accelerator_state", "AcceleratorState"),

@@ -1,4 +1,4 @@
-"""The largest number of bytes that tensors have at once, counted tensor by tensor.
+"""The largest number of bytes that tensors have at the same time, counted tensor by tensor.
 
 Unlike the memory of a process it does not depend on what else the machine does: pages of libraries that come
 and go, what the allocator keeps, other programs.
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, item: Any) -> None:
         if not isinstance(item, torch.Tensor):
             return
-        if is_traceable_wrapper_subclass(item):  # a DTensor: its part counts
+        if is_traceable_wrapper_subclass(item):  # a DTensor: its local shard counts
             for name in item.__tensor_flatten__()[0]:
                 self._add(getattr(item, name))
         elif item.device.type != "meta":

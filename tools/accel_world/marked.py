@@ -1,4 +1,4 @@
-"""The processes of one launched run: found by a mark in their environment, asked for stacks, and ended."""
+"""The processes of one launched run, found by a mark in their environment: dumps their stacks, kills them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the process group: sent when every rank has returned, or at once to a rank that raised.
+    """Leave the process group: sent when every rank has returned, or immediately to a rank that raised.
 
     A rank that left earlier would break the ones that are still connecting or in their last collective.
     """

@@ -13,13 +13,13 @@ from pathlib import Path
 
 __all__ = ["lease_port"]
 
-# Below the ports that Linux hands out by itself (32768 and up), so that no outgoing connection takes one.
+# Below Linux's ephemeral ports (32768 and up), so that no outgoing connection takes one.
 FIRST, LAST = 20000, 32000
 
 
 @contextmanager
 def lease_port() -> Iterator[int]:
-    """Yield a free port on 127.0.0.1, held by a lock file until the block ends.
+    """Yield a free port on 127.0.0.1, reserved by a lock file until the block ends.
 
     Raises:
         RuntimeError: If every port of the range is taken.

@@ -98,7 +98,7 @@ class Worker:
         self._output_file = folder / f"{index}.out"
         self._stack_file = folder / f"{index}.stack"
         self._read_to = 0
-        self.returncode: int | None = None  # known once it is killed
+        self.returncode: int | None = None  # set once it is killed
         ours, theirs = socket.socketpair()
         with theirs, self._output_file.open("ab") as output:
             setup = Setup(list(sys.path), str(self._stack_file))
@@ -153,7 +153,7 @@ class Worker:
 
 
 def _children(pid: int) -> list[int]:
-    """The child processes of a process; none where the system does not tell (not Linux)."""
+    """The child processes of a process; none on systems that do not list them (not Linux)."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -19,7 +19,7 @@ class Outcome:
     kind: str  # "returned", "raised", "died" or "stuck"
     account: str = ""  # traceback, exit code or stack
     result: bytes = b""
-    output: str = ""  # stdout and stderr together
+    output: str = ""  # stdout and stderr
 
 
 def describe_exit(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Warnings of a run, seen from a function that runs as every rank: process 0 alone gives them."""
+"""Warnings of a run, seen from a function that runs as every rank: only process 0 gives them."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _run(call: Call) -> bytes:
 def _join_world(call: Call) -> None:
     import torch.distributed as dist
 
-    # Longer than the caller waits, so that a stuck collective is reported with every rank's stack.
+    # Longer than the pytest process waits, so that a stuck collective is reported with every rank's stack.
     timeout = datetime.timedelta(seconds=call.timeout_s + 60)
     store = dist.FileStore(call.store_file, call.size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.size, timeout=timeout)
@@ -124,8 +124,8 @@ def _leave_world() -> list[str]:
         if dist.is_initialized():
             wait_for_gloo_threads()
             dist.destroy_process_group()
-        # Also where the function has left by itself. What lies in a cycle with a group would be taken down by
-        # a loader's worker, forked later, and crash it: gloo's threads are not there.
+        # Also if the function has left the group itself. Whatever is in a cycle with a group would be freed by
+        # a loader's worker, forked later, and crash it: gloo's threads do not exist there.
         release_groups()
         _freeze_modules()
     except Exception as error:
@@ -135,13 +135,13 @@ def _leave_world() -> list[str]:
 
 
 def _reset_libraries() -> None:
-    """Put back what libraries keep per process, as ranks that have run other calls would disagree on it."""
+    """Reset the state that libraries keep per process: ranks that have run other calls would disagree on it."""
     # Groups are named by it: a rank that is ahead would hang under another name.
     sys.modules["torch.distributed.distributed_c10d"]._world.group_count = 0
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is None:
         return
-    # Stage 3 compares numbers of modules and parameters, which go on from model to model.
+    # Stage 3 compares numbers of modules and parameters, which continue from model to model.
     offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     partition = sys.modules["deepspeed.runtime.zero.partition_parameters"]
     partition.Init.param_id = 0
@@ -153,7 +153,7 @@ def _reset_libraries() -> None:
 
 
 def _freeze_modules() -> None:
-    """Have collections pass over modules, which live on: walking torch's compiler alone takes 0.3 s."""
+    """Exclude modules, which stay alive, from collections: traversing torch's compiler alone takes 0.3 s."""
     global _frozen_modules
     if len(sys.modules) > _frozen_modules:
         gc.freeze()
@@ -179,7 +179,7 @@ def _set_environment(variables: dict[str, str | None]) -> None:
 
 @contextmanager
 def _warnings(call: Call) -> Iterator[None]:
-    """Install the filters that hold in the test, which pytest made from its settings and marks."""
+    """Install the warning filters of the test, which pytest made from its settings and marks."""
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for action, message, category, module, line in reversed(call.warning_filters):

@@ -112,7 +112,7 @@ def main() -> int:
     )
     whole = (
         "put the table into docs/performance.md, some of its rows into README.md, and what takes less time "
-        "than accelerate into docs/migrate.md; with sections, their rows alone are replaced"
+        "than accelerate into docs/migrate.md; with sections, only their rows are replaced"
     )
     parser.add_argument("--write", action="store_true", help=whole)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a row misses its limit")

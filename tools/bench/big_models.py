@@ -349,7 +349,7 @@ def _best(call: Callable[[], object]) -> float:
 
 
 def _evict(folder: Path) -> None:
-    """Have the system forget what it holds of the files, as where they are larger than its cache."""
+    """Drop the files from the system's cache, as if they were larger than it."""
     for path in folder.glob("*.dat"):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -65,7 +65,7 @@ def save_row(*, quick: bool = False) -> Row:
 
 
 def save_async_row(*, quick: bool = False, device: str = "cpu") -> Row:
-    """Measure how long save_state(blocking=False) holds the loop, as a share of a blocking save."""
+    """Measure how long save_state(blocking=False) blocks the loop, relative to a blocking save."""
     samples: Samples = run_workers("checkpoints:measure_async", 1, device=device, **_size(quick))
     compared = ratios(samples)
     return Row(
@@ -273,7 +273,7 @@ def _flush(path: Path) -> None:
 
 
 def _evict(folder: Path) -> None:
-    """Have the system forget what it holds of the files, as after a restart of the machine."""
+    """Drop the files from the system's cache, as after a restart of the machine."""
     for path in folder.iterdir():
         handle = os.open(path, os.O_RDONLY)
         try:

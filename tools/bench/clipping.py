@@ -1,6 +1,6 @@
 """Clipping gradients that lie on several meshes, compared with torch on plain tensors of the same bytes.
 
-On 2 processes: gradients that FSDP2 and tensor parallelism split, ones that FSDP2 alone splits, ones that
+On 2 processes: gradients that FSDP2 and tensor parallelism split, ones that only FSDP2 splits, ones that
 tensor parallelism alone splits, and plain ones. The plain tensors of the baseline are as large as this
 process's parts, and need no reduction over processes; accel's result is the norm over all of them.
 """

@@ -1,4 +1,4 @@
-"""Runs commands in fresh processes, and tells what each cost in CPU and wall time."""
+"""Runs commands in fresh processes, and measures the CPU and wall time of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(command: list[str]) -> Cost:
     """Run a command to its end.
 
     Raises:
-        RuntimeError: If its exit code is not 0; the message holds what it printed.
+        RuntimeError: If its exit code is not 0; the message has its output.
     """
     with tempfile.TemporaryDirectory() as home:
         before = _children_cpu_s()

@@ -1,4 +1,4 @@
-"""The device that a row runs on, "cpu" or "cuda", and what is said where there is none."""
+"""The device that a row runs on, "cpu" or "cuda", and the message if it is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def none_found(left: str) -> str:
 
 
 def waiting(device: str) -> Callable[[], object]:
-    """Return what waits until the device has done all that it was given."""
+    """Return the function that waits for all work of the device."""
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 

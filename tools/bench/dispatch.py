@@ -1,7 +1,7 @@
 """Dispatching batches that process 0 reads: dictionaries of three tensors, to two processes.
 
 accelerate does the same work. How long process 0 takes to read the batches with the plain DataLoader, for
-nobody but itself, is shown next to it: that has to be done before anything can be handed out.
+nobody but itself, is shown next to it: this must happen before anything can be sent.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _dispatched(name: str, data: Texts) -> Any:
 
 
 def _check_same_data(contestants: Mapping[str, Any], size: int) -> None:
-    """Every epoch must hold each sample once, in batches of one size, with its own tokens."""
+    """Every epoch must have each sample once, in batches of one size, with its own tokens."""
     for name, loader in contestants.items():
         if name in (BASELINE, CONTROL):
             continue
@@ -108,4 +108,4 @@ def _check_same_data(contestants: Mapping[str, Any], size: int) -> None:
         dist.all_gather(gathered, labels)
         whole = torch.equal(torch.cat(gathered).sort().values, torch.arange(BATCH * STEPS * size))
         if not whole or not torch.equal(tokens[:, 0], labels * LENGTH):
-            raise RuntimeError(f"an epoch of {name} does not hold each sample once")
+            raise RuntimeError(f"an epoch of {name} does not have each sample once")

@@ -57,7 +57,7 @@ def main() -> int:
         parser.error(f"unknown section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     if args.write and (args.sections or args.quick or args.device != "cuda"):
         parser.error(
-            "--write records the whole table of a CUDA device: leave out --quick, --device and sections"
+            "--write records the full table of a CUDA device: leave out --quick, --device and sections"
         )
 
     chosen = args.sections or list(SECTIONS)

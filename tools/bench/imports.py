@@ -19,7 +19,7 @@ COMMAND_LIMIT_S = 0.2
 
 
 def import_rows(*, quick: bool = False) -> list[Row]:
-    """Measure the import statements alone, in processes that have imported nothing else."""
+    """Measure only the import statements, in processes that have imported nothing else."""
     measures = {
         BASELINE: _import("import torch"),
         CONTROL: _import("import torch"),

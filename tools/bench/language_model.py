@@ -349,7 +349,7 @@ def _by_accelerator(task: Task, library: str) -> Training:
 
 
 def _check_same_training(contestants: dict[str, Training], size: int, device: str) -> None:
-    """All have to find the same losses and perplexities, but for rounding: nobody left work out."""
+    """All must reach the same losses and perplexities up to rounding: none has skipped work."""
     found = {name: torch.tensor(item.found, device=device) for name, item in contestants.items()}
     for values in found.values():
         if size > 1:

@@ -113,7 +113,7 @@ def by_hand(model: LargeModel, shards: DeviceMesh, tensor: DeviceMesh | None) ->
     """Shard a model on the meta device with torch's own calls, layer by layer.
 
     Each layer gets memory and the first process's weights just before it is sharded: a model of this size
-    is nowhere held as a whole.
+    is never in memory as a whole.
 
     Args:
         model: The model.

@@ -140,7 +140,7 @@ def _iterate(loader: Any) -> None:
 def _check_whole_epoch(name: str, batches: Iterable[torch.Tensor]) -> None:
     seen = sorted(index for indices in batches for index in indices.tolist())
     if seen != list(range(EPOCH)):
-        raise RuntimeError(f"an epoch of {name} does not hold each sample once")
+        raise RuntimeError(f"an epoch of {name} does not have each sample once")
 
 
 def shard_rows(*, quick: bool = False) -> list[Row]:
@@ -248,7 +248,7 @@ def _first_batch(prepare: Callable[[], Any]) -> Callable[[], float]:
         next(batches)
         seconds = time.perf_counter() - start
         del batches
-        gc.collect()  # what is still held of the epoch is let go outside of the time of others
+        gc.collect()  # free what is left of the epoch outside of the time of others
         return seconds
 
     return measure
@@ -291,7 +291,7 @@ def _first(package: str, length: int, world: int) -> None:
 
 
 def _high_water_mark() -> int:
-    # Not from getrusage, which goes on with the mark of the process that started this one.
+    # Not from getrusage, which starts at the peak of the parent process.
     with open("/proc/self/status") as status:
         (line,) = (line for line in status if line.startswith("VmHWM:"))
     return 1024 * int(line.split()[1])

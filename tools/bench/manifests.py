@@ -1,7 +1,7 @@
 """What the main process does to complete a checkpoint that 8,192 processes have written: by simulation.
 
 Manifest: each process describes its files, and sends that as bytes; the files here are as large as they say,
-and hold nothing. Unpacking, finding, describing and writing the manifest is the real code.
+and are empty. Unpacking, finding, describing and writing the manifest is the real code.
 
 Index: each process sends the layout of a 70B model's weights, or of Adam's two states of each, and then where
 it has put its parts of them, as bytes. Unpacking them, choosing what the main process writes itself, making

@@ -1,6 +1,6 @@
 """Preparing a model of 70 billion parameters on a mesh of many processes, compared with torch's own calls.
 
-One process runs, with torch's `fake` process group: its collectives return at once and move no data, and
+One process runs, with torch's `fake` process group: its collectives return immediately and move no data, and
 everything else is the real code. The model begins on the meta device, and this process gets its weights from
 another. The more processes, the more replicas there are: a process has the same share in all worlds.
 """

@@ -1,6 +1,6 @@
 """An evaluation loop: a prepared loader, and `gather_for_metrics` of predictions and labels in each step.
 
-The baseline does by hand what the loop asks for: a plain loader over one process's samples, and one
+The baseline does the same by hand: a plain loader over one process's samples, and one
 all_gather for each of the two tensors. It leaves out what follows from the last batch, which is not full.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["measure_metrics", "metrics_rows"]
 
 LIMIT_UNDER_ACCELERATE = 2.0
 BATCH, STEPS, WIDTH, CLASSES = 32, 32, 16, 10
-MISSING = 5  # samples that the last batches lack, and that must not be counted twice
+MISSING = 5  # samples that the last batches lack, and that may not be counted twice
 
 
 def metrics_rows(*, quick: bool = False) -> list[Row]:

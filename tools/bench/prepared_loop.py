@@ -1,4 +1,4 @@
-"""A loop with steps of some milliseconds, alone or under DDP, for what is switched on and off around it."""
+"""A loop with steps of a few milliseconds, on one process or under DDP, to switch settings on and off."""
 
 from __future__ import annotations
 

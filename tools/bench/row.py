@@ -19,7 +19,7 @@ class Row:
         limit: The highest value that passes; the lowest where `at_least`.
         unit: "x" for a ratio, "s" for seconds.
         at_least: Whether more is better.
-        condition: What else must hold, and whether it does, as ("torch not imported", True).
+        condition: Another condition, and whether it is met, as ("torch not imported", True).
         peers: The same value for other libraries, by name.
         noise: The baseline measured against itself: no row is finer than this.
         base: The baseline's own time, as text.
@@ -37,6 +37,6 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether the value keeps to its limit, and the condition holds."""
+        """Whether the value is within its limit, and the condition is met."""
         within = self.value >= self.limit if self.at_least else self.value <= self.limit
         return within and (self.condition is None or self.condition[1])

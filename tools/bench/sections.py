@@ -1,4 +1,4 @@
-"""Measures sections of a bench, one after the other, and goes on after one that fails."""
+"""Measures sections of a bench, one after the other, and continues after one that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure(sections: Mapping[str, Section], *, quick: bool) -> tuple[list[Row],
             found = measured if isinstance(measured, list) else [measured]
             rows += found
             print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
-            for row in found:  # at once: the table comes after the last section, and a run may be stopped
+            for row in found:  # now: the table comes after the last section, and a run may be stopped
                 print(f"  {_brief(row)}", file=sys.stderr, flush=True)
     return rows, failures
 

@@ -107,7 +107,7 @@ def make_parts(
 
 
 def check_same_work(contestants: dict[str, Contestant]) -> None:
-    """After as many steps from the same start, all must have the same weights: nobody left work out."""
+    """After equally many steps from the same start, all must have the same weights: none has skipped work."""
     for name, contestant in contestants.items():
         pairs = zip(contestant.parameters, contestants[BASELINE].parameters, strict=True)
         if not all(torch.allclose(own, other, atol=1e-5) for own, other in pairs):

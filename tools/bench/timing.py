@@ -1,8 +1,8 @@
 """Interleaved timing: contestants take turns in many short rounds, and are compared within each round.
 
 A busy machine slows whatever runs at the moment. Contestants that take turns every few milliseconds are
-slowed equally, so the ratio within a round holds still where the times themselves do not. How still is
-measured too: every set of contestants holds the baseline twice, and the ratio of those two is the noise.
+slowed equally, so the ratio within a round is stable even if the times themselves are not. How stable is
+measured too: every set of contestants has the baseline twice, and the ratio of those two is the noise.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warm
     """Measure the contestants by turns.
 
     The order is drawn again in each round, so that none always follows the same neighbour, from generators
-    with fixed seeds: ranks that measure collectives together stay together.
+    with fixed seeds: ranks that measure collectives stay in step.
 
     Args:
         measures: For each contestant's name, what runs it for one turn and returns its seconds.
@@ -84,7 +84,7 @@ def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warm
     names = list(measures)
     samples: Samples = {name: [] for name in names}
     gc.collect()
-    gc.disable()  # a collection would be charged to whoever happens to run
+    gc.disable()  # a collection would be charged to the contestant that happens to run
     try:
         for number in range(-warmup, rounds):
             for name in random.Random(number).sample(names, len(names)):

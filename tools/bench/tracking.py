@@ -28,7 +28,7 @@ VALUES = {"loss": 2.3125, "accuracy": 0.71, "lr": 3e-4, "grad_norm": 1.07, "toke
 
 
 def log_row(*, quick: bool = False) -> Row:
-    """Measure `accelerator.log` with the built-in tracker alone."""
+    """Measure `accelerator.log` with only the built-in tracker."""
     samples: Samples = run_workers("tracking:measure_logs", 1, rounds=20 if quick else 300)
     return Row(
         what="log of five numbers to the built-in tracker (JSON lines): time of a call",

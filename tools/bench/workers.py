@@ -50,13 +50,13 @@ def run_workers(function: str, size: int, **arguments: Any) -> Any:
     Args:
         function: "module:name" of a function of this package, called as name(rank, size, **arguments).
         size: Number of processes.
-        arguments: Values that JSON can hold; `device="cuda"` lets the processes see CUDA devices.
+        arguments: Values that JSON supports; `device="cuda"` lets the processes see CUDA devices.
 
     Returns:
         What the function returned on rank 0, by way of JSON.
 
     Raises:
-        RuntimeError: If a process fails or does not end in time; the message holds what it printed.
+        RuntimeError: If a process fails or does not end in time; the message has its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

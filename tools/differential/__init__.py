@@ -2,7 +2,7 @@
 
 - `program`: what a program is, and hypothesis' strategy that makes random ones.
 - `model`: the small models.
-- `engines`: the engines, as a script asks for them.
+- `engines`: the engines, as a script requests them.
 - `trace`: what a run shows of itself, and how two runs are compared.
 - `follow`: the loop that follows a program, the same on both sides.
 - `plain`: a program on plain PyTorch, in one process.

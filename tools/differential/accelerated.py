@@ -131,8 +131,8 @@ class AcceleratedSession:
 
     def backward(self, loss: torch.Tensor, weight: int | None, keeps_graph: bool = False) -> None:
         """Its backward pass."""
-        given = {} if weight is None else {"weight": weight}
-        self.accelerator.backward(loss, **given, **({"retain_graph": True} if keeps_graph else {}))
+        weighted = {} if weight is None else {"weight": weight}
+        self.accelerator.backward(loss, **weighted, **({"retain_graph": True} if keeps_graph else {}))
 
     def shown(self, loss: torch.Tensor, weight: int | None) -> float:
         """The loss of all processes."""
@@ -191,7 +191,7 @@ class AcceleratedSession:
         return self.state()
 
     def _prepare_again(self) -> None:
-        # What fsdp_version=1 has flattened is prepared again with its wrapper alone.
+        # A model that fsdp_version=1 has flattened can only be prepared again with its wrapper.
         net = self.net if self.accelerator.engine.name == "fsdp1" else self.inner
         self.net = self.loader = self.optimizers = self.schedules = None  # type: ignore[assignment]
         self.accelerator.free_memory()

@@ -1,4 +1,4 @@
-"""The engines that programs run under, as a script asks for them."""
+"""The engines that programs run under, as a script requests them."""
 
 from __future__ import annotations
 

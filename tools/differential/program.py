@@ -70,7 +70,7 @@ class Program:
         shared: Whether the first block runs twice.
         unused: Whether the model has a block that no forward pass uses.
         frozen: Whether the first block is frozen.
-        late: Whether the optimizer gets the last block by "add group" alone.
+        late: Whether the optimizer gets the last block only by "add group".
         wrapped: Whether sharded engines shard block by block, or all in one piece.
         sharded: Whether checkpoints are sharded, where the engine has a choice.
         optimizer: A class of `OPTIMIZERS`.
@@ -109,8 +109,10 @@ class Program:
             for field in fields(self)
             if field.name != "micro_batches" and (value := getattr(self, field.name)) != field.default
         ]
-        given = ", ".join(f"MicroBatch({item.before!r}, {item.kind!r})" for item in self.micro_batches)
-        return f"Program({', '.join([*changed, f'micro_batches=({given},)'])})"
+        micro_batches = ", ".join(
+            f"MicroBatch({item.before!r}, {item.kind!r})" for item in self.micro_batches
+        )
+        return f"Program({', '.join([*changed, f'micro_batches=({batches},)'])})"
 
 
 @st.composite
@@ -132,7 +134,7 @@ def programs(
     """
     weighted = draw(st.booleans())
     chosen_kinds = [kind for kind in kinds if not weighted or kind in WEIGHTED_KINDS]
-    # Most micro-batches are plain ones, so that what comes between them shows in a training that goes on.
+    # Most micro-batches are plain ones, so that the effect of what comes between them shows in later steps.
     kind = st.sampled_from(["train"] * (2 * len(chosen_kinds)) + chosen_kinds)
     action = st.sampled_from(["nothing"] * len(before) + [item for item in before if item != "add group"])
     steps = draw(st.lists(st.builds(MicroBatch, action, kind), min_size=3, max_size=10))

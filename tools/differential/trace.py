@@ -68,7 +68,7 @@ def _unlike(value: Any, wanted: Any, tolerance: float) -> str | None:
         if value is None:
             return None  # this rank has no state dict
         if list(value) != list(wanted):
-            return f"names {sorted(set(value) ^ set(wanted))} are on one side alone"
+            return f"names {sorted(set(value) ^ set(wanted))} are on only one side"
         texts = {name: _unlike(value[name], wanted[name], tolerance) for name in wanted}
         return next((f"{name}: {text}" for name, text in texts.items() if text), None)
     if isinstance(wanted, torch.Tensor):

@@ -1,1 +1,1 @@
-"""What is published: built, looked into, installed alone, and compared with the repository."""
+"""What is published: built, inspected, installed alone, and compared with the repository."""

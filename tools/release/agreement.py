@@ -78,7 +78,7 @@ def entry_of(package: Package) -> str:
 def check_changelog(package: Package) -> list[str]:
     """Return what is wrong with a changelog.
 
-    The present version has an entry, as have the versions before it. What changed since then stands above,
+    The current version has an entry, as have the versions before it. What changed since then is above it,
     under Unreleased; a release renames this heading to the new version. Without such changes there is none.
 
     Args:
@@ -142,7 +142,7 @@ def check_dist(found: Mapping[str, Package], dist: Path) -> list[str]:
 
 
 def _check_requirements(wheel: Path, package: Package) -> list[str]:
-    """Compare what a wheel asks for with pyproject.toml."""
+    """Compare the requirements of a wheel with pyproject.toml."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = message_from_bytes(archive.read(f"{package.name}-{package.version}.dist-info/METADATA"))
     built = {Requirement(text) for text in metadata.get_all("Requires-Dist", [])}

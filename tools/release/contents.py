@@ -77,7 +77,7 @@ def check_sdist(file: Path, package: Package) -> list[str]:
 
 
 def _sources(package: Package, prefix: str) -> dict[str, Path]:
-    """Return the files of the package as they stand in an archive."""
+    """Return the files of the package as they are in an archive."""
     files = (path for path in package.source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {f"{prefix}{path.relative_to(package.source.parent).as_posix()}": path for path in files}
 
@@ -93,7 +93,7 @@ def _compare(
     for name in sorted(entries.keys() & copies.keys()):
         entry, path = entries[name], copies[name]
         if entry.data != path.read_bytes():
-            yield f"{name} is not what {path} holds; build it again"
+            yield f"{name} differs from {path}; build it again"
         if entry.executable < bool(path.stat().st_mode & 0o100):
             yield f"{name} cannot be executed, as {path} can"
         if not _belongs(name, path):

@@ -79,7 +79,7 @@ def _install(package: Package, found: Mapping[str, Package], dist: Path, python:
 
 
 def _use(package: Package, found: Mapping[str, Package], python: Path, folder: Path) -> None:
-    """Import every module, ask every command for its help, and train where the whole is installed."""
+    """Import every module, print the help of every command, and train if all packages are installed."""
     declared = ",".join(each.name for each in closure(package, found))
     program = str(_PROGRAMS / "import_all.py")
     _run([str(python), "-I", program, package.name, declared, ",".join(found)], folder)
@@ -91,7 +91,7 @@ def _use(package: Package, found: Mapping[str, Package], python: Path, folder: P
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    # Nothing of the environment that this runs in: the repository's modules must not be found.
+    # Nothing of the current environment: the repository's modules may not be found.
     environ = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     subprocess.run(
         command,

@@ -2,7 +2,7 @@
 
 - `tree`: the packages, their modules and what those import, read from the source.
 - `layers`: imports and declared dependencies point downwards only.
-- `declared`: what a package imports stands in its pyproject.toml.
+- `declared`: what a package imports is declared in its pyproject.toml.
 - `torch_free`: the launcher's modules can be imported without torch.
 - `limits`: one file reads the environment; modules and functions stay short.
 - `names`: docstrings of public names, and `__all__` where there is one.

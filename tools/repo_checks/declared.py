@@ -1,4 +1,4 @@
-"""What a package imports from outside stands in its pyproject.toml, as a dependency or an extra."""
+"""What a package imports from outside is declared in its pyproject.toml, as a dependency or an extra."""
 
 from __future__ import annotations
 

@@ -161,6 +161,6 @@ def _property_differences(entry: Entry, owner: Any) -> list[str]:
 def _call_differences(entry: Entry, value: Any) -> list[str]:
     if not callable(value):
         return [f"is {type(value).__name__}, documented as callable"]
-    if entry.documented == "(...)":  # a built-in's constructor, whose arguments nobody documents
+    if entry.documented == "(...)":  # a built-in's constructor, whose arguments are not documented
         return []
     return differences(entry.documented, inspect.signature(value))

@@ -43,7 +43,7 @@ def wrong_commands(text: str, found: Mapping[str, Package]) -> Iterator[str]:
         for problem in _wrong_arguments(own, found):
             yield f"{command[0].strip()!r}: {problem}"
     for bare in BARE_EXTRA.findall(COMMAND.sub("", text)):
-        yield f"{bare!r} cannot be installed by that name; name the extra alone, or the whole command"
+        yield f"{bare!r} cannot be installed by that name; name only the extra, or the full command"
 
 
 def _wrong_arguments(own: list[re.Match[str]], found: Mapping[str, Package]) -> Iterator[str]:

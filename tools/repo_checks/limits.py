@@ -29,7 +29,7 @@ def check_environment(modules: Iterable[Module]) -> list[str]:
 
 
 def check_sizes(modules: Iterable[Module]) -> list[str]:
-    """No module and no function is longer than a reader can hold."""
+    """No module and no function is too long to read."""
     return [problem for module in modules for problem in _too_long(module)]
 
 

@@ -1,7 +1,7 @@
 """Every public name says what it is, and is listed once.
 
 A module exports what it defines without a leading underscore, and what it imports as `from x import y as y`.
-`__all__` stands only where it says more than that: where it is computed, or has names of another module.
+`__all__` is only allowed if it says more than that: if it is computed, or has names of another module.
 
 The style checker sees what is written; this check imports the modules and sees what is there: lazy names,
 re-exports, and names that a module promises and does not have.
@@ -133,7 +133,7 @@ def _is_method(attribute: Any) -> bool:
 
 
 def _documented(value: Any) -> bool:
-    """Whether it has a docstring of its own; the one that a dataclass is given does not count."""
+    """Whether it has its own docstring; the generated one of a dataclass does not count."""
     if not inspect.isclass(value):
         return bool(inspect.getdoc(value))
     text = vars(value).get("__doc__") or ""

@@ -1,6 +1,6 @@
-"""The glossary holds: no name has a word that it bans, and each of its terms names something.
+"""Check the glossary: no name has a word that it bans, and each of its terms names something.
 
-docs/glossary.md has two tables. In the one under "Terms", the third column names what the term stands for: an
+docs/glossary.md has two tables. In the one under "Terms", the third column names what the term refers to: an
 importable object (`accel_optim.window.Window`) or a file of the repository (`docs/seam.md`). In the one under
 "Words that no name has", the first column lists the banned words.
 """
