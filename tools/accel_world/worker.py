@@ -124,8 +124,8 @@ def _leave_world() -> list[str]:
         if dist.is_initialized():
             wait_for_gloo_threads()
             dist.destroy_process_group()
-        # Also if the function has left the group itself. Whatever is in a cycle with a group would be freed by
-        # a loader's worker, forked later, and crash it: gloo's threads do not exist there.
+        # Also if the function has left the group itself. What is in a cycle with a group would be freed by a
+        # loader's worker, forked later, and crash it: gloo's threads do not exist there.
         release_groups()
         _freeze_modules()
     except Exception as error:
@@ -135,7 +135,7 @@ def _leave_world() -> list[str]:
 
 
 def _reset_libraries() -> None:
-    """Reset the state that libraries keep per process: ranks that have run other calls would disagree on it."""
+    """Reset the state that libraries keep per process, on which ranks with other calls would disagree."""
     # Groups are named by it: a rank that is ahead would hang under another name.
     sys.modules["torch.distributed.distributed_c10d"]._world.group_count = 0
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")

@@ -109,9 +109,7 @@ class Program:
             for field in fields(self)
             if field.name != "micro_batches" and (value := getattr(self, field.name)) != field.default
         ]
-        micro_batches = ", ".join(
-            f"MicroBatch({item.before!r}, {item.kind!r})" for item in self.micro_batches
-        )
+        batches = ", ".join(f"MicroBatch({item.before!r}, {item.kind!r})" for item in self.micro_batches)
         return f"Program({', '.join([*changed, f'micro_batches=({batches},)'])})"
 
 

@@ -106,7 +106,7 @@ def test_what_is_there(there):
 )
 def test_what_is_missing_must_be_listed(missing):
     assert check_interface.check([missing], set())[0] == [
-        f"{missing.name}: documented, and neither there nor listed"
+        f"{missing.name}: documented, but neither exists nor is listed"
     ]
     assert check_interface.check([missing], {missing.name})[0] == []
 
@@ -152,9 +152,9 @@ def test_a_stub_is_a_problem_listed_or_not(stub, is_listed):
 @pytest.mark.usefixtures("sample")
 def test_the_list_only_shrinks():
     assert problems(entry("present"), listed={f"{MODULE}.present"}) == [
-        "present: is there now; run with --update"
+        "present: exists now; run with --update"
     ]
-    assert problems(listed={f"{MODULE}.invented"}) == ["invented: listed, and not a documented name"]
+    assert problems(listed={f"{MODULE}.invented"}) == ["invented: listed, but not a documented name"]
 
 
 @pytest.mark.usefixtures("sample")
@@ -167,7 +167,7 @@ def test_update_takes_out_and_never_puts_in(tmp_path, capsys):
     check_interface.write_list(path, {f"{MODULE}.present", f"{MODULE}.listed"})
     assert check_interface.main(["--update"], tmp_path) == 1
     assert check_interface.read_list(path) == {f"{MODULE}.listed"}
-    assert f"{MODULE}.unlisted: documented, and neither there nor listed" in capsys.readouterr().out
+    assert f"{MODULE}.unlisted: documented, but neither exists nor is listed" in capsys.readouterr().out
     del api[MODULE]["unlisted"]
     (tmp_path / "api.json").write_text(json.dumps(api))
     assert check_interface.main([], tmp_path) == 0
