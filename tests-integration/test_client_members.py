@@ -54,7 +54,7 @@ class Model(torch.nn.Module):
 X = torch.arange(12.0).view(6, 2) / 6
 
 
-# As TrainingArguments asks for them.
+# As TrainingArguments requests them.
 @covers("AcceleratorState._reset_state", "PartialState._reset_state", "PartialState._shared_state")
 @covers("PartialState.default_device", "PartialState.device", "PartialState.num_processes")
 @covers("DistributedType.NO", "distributed_state.device", "distributed_state.distributed_type")

@@ -36,7 +36,7 @@ def test_every_name_that_clients_import_is_there():
 
 
 # What the list takes for members of accelerate's objects: torch.accelerator's functions, a torch.device's
-# kind, two that transformers' subclass adds, and one that peft asks for and does without.
+# kind, two that transformers' subclass adds, and one that peft requests and does without.
 FOREIGN = {
     *(
         f"accelerator.{name}"

@@ -71,7 +71,7 @@ def data(count: int = 24) -> TensorDataset:
 
 
 def settings(stage: int, **others: Any) -> dict[str, Any]:
-    """A configuration; at stage 3 small parameters are shared out too."""
+    """A configuration; at stage 3 small parameters are split too."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000}
     return {
         "zero_optimization": zero | others.pop("zero", {}),
@@ -634,11 +634,11 @@ def test_fp16_scales_by_itself_and_tells_of_skipped_steps(world, stage):
         assert losses[0] == pytest.approx(plain()[0], rel=1e-2)
 
 
-# Several engines, whole parameters, compilation
+# Several engines, full parameters, compilation
 
 
 def two_plugins() -> tuple[list[float], float, int, tuple[int, ...]]:
-    """Train with one plugin, and evaluate a second model, shared out, with another."""
+    """Train with one plugin, and evaluate a second model, split, with another."""
     plugins = {
         "train": DeepSpeedPlugin(settings(2)),
         "judge": DeepSpeedPlugin(
@@ -840,7 +840,7 @@ def test_an_optimizer_that_has_stepped_is_refused(world):
 
 
 def saved(stage: int, folder: str) -> tuple[list[float], list[float]]:
-    """Save in the middle, go on, and go back to it with the same objects; a frozen model is prepared too."""
+    """Save in the middle, continue, and go back to it with the same objects; a frozen model is prepared too."""
     accelerator = make(stage)
     model, optimizer, loader = prepared(accelerator)
     judge = accelerator.prepare(Net(5).requires_grad_(False))

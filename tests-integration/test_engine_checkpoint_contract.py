@@ -72,13 +72,13 @@ def prepared(case: str, seed: int, compiled: bool = False) -> tuple[Accelerator,
     accelerator = Accelerator(**EVERY[case].options())
     net = make_net(seed, compiled)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.zeros(32, 1)), batch_size=8)  # DeepSpeed asks for its batch size
+    loader = DataLoader(TensorDataset(torch.zeros(32, 1)), batch_size=8)  # DeepSpeed requests its batch size
     model, optimizer, _ = accelerator.prepare(net, optimizer, loader)
     return accelerator, model, optimizer
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Make one step; return the whole weights, on the main process."""
+    """Make one step; return the full weights, on the main process."""
     x = torch.randn(8, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     with accelerator.maybe_context_parallel([x], [1], {x}):
         accelerator.backward(model(x).pow(2).mean())

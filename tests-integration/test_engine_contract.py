@@ -420,7 +420,7 @@ def train_beside_a_teacher(case: str) -> list[float]:
     student, teacher, optimizer, loader = accelerator.prepare(student, teacher, optimizer, loader)
     losses = []
     for tokens, _ in loader:
-        # The two have their own positions, which are not split: the teacher sees whole sequences.
+        # The two have their own positions, which are not split: the teacher sees full sequences.
         with torch.no_grad():
             target = teacher(tokens[:, 1:])
         loss = F.mse_loss(student(tokens[:, 1:]), target)

@@ -537,7 +537,7 @@ def penalty(model: torch.nn.Module, start: list[torch.Tensor], kind: str) -> tor
 
 
 def train_with_decay(case: str, kind: str) -> dict[str, torch.Tensor]:
-    """Train with a penalty on weights in the loss; "distances" are those from other, whole weights."""
+    """Train with a penalty on weights in the loss; "distances" are those from other, full weights."""
     accelerator = Accelerator(**CASES[case].options())
     model, optimizer = make_layers()
     start = [item.detach() * 0.5 for item in model.parameters()]

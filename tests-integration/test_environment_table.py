@@ -302,7 +302,7 @@ WRITTEN: dict[str, Callable[[], dict[str, str]]] = {
 
 
 def another_text(name: str) -> str:
-    """Something that the variable is not by default; where there is one choice alone, what is refused."""
+    """Something that the variable is not by default; where there is one choice alone, what is rejected."""
     variable = VARIABLES[name]
     if variable.choices:
         return str(next((choice for choice in variable.choices if choice != variable.default), "other"))

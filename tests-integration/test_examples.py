@@ -47,7 +47,7 @@ ALONE = dict.fromkeys(["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]) 
 
 @pytest.fixture(scope="module")
 def run(launched, world):
-    """Run a script once for all tests that ask for the same run, and return what it printed."""
+    """Run a script once for all tests that request the same run, and return what it printed."""
 
     @cache
     def run_once(script, way, *args):

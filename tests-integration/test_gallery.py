@@ -38,7 +38,7 @@ def path_of(script):
 
 @pytest.fixture(scope="module")
 def run(world):
-    """Run a script, once for all tests that ask for the same run; return what each process printed."""
+    """Run a script, once for all tests that request the same run; return what each process printed."""
 
     @cache
     def run_once(script, *args, size=1):

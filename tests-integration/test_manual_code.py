@@ -465,7 +465,7 @@ def test_the_tests_that_the_page_on_contributing_shows_pass(world, launched, mon
     assert ran == 2
 
 
-# An engine, and the flags that ask for it.
+# An engine, and the flags that request it.
 ROWS = re.findall(
     r"^\| .* \| `(\S+(?: x \S+)?)`.* \| ((?:`--.*`)|none) \|$",
     (ROOT / "docs/which-engine.md").read_text(),

@@ -46,7 +46,7 @@ def test_commands_of_the_page(tmp_path: Path, commands: str, lines: str) -> None
     )
 
     assert run.returncode == 0, run.stderr
-    # An error goes on after what the page shows of it.
+    # The page shows only the beginning of an error.
     printed = run.stdout.splitlines()
     for line, shown in zip(printed, lines.splitlines(), strict=True):
         assert line.startswith(shown)

@@ -209,7 +209,7 @@ SHARDED: list[dict[str, Any]] = [
 
 
 def schedule_free_in_shards(name: str, options: dict[str, Any] | None, folder: str) -> list[float]:
-    """The losses of evaluations: in training, and going on twice from what was saved in evaluation mode."""
+    """The losses of evaluations: in training, and continuing twice from what was saved in evaluation mode."""
     plugin = None if options is None else FullyShardedDataParallelPlugin(**options)
     accelerator, model = Accelerator(fsdp_plugin=plugin), make_model(torch.float64)
     model, optimizer = accelerator.prepare(model, SCHEDULE_FREE[name](model.parameters()))

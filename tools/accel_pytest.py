@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start importing torch for the workers while the first tests run, if any test needs them."""
     gc.collect()
-    gc.freeze()  # modules and tests live to the end: a collection, which some tests ask for, passes over them
+    gc.freeze()  # modules and tests live to the end: a collection, which some tests request, passes over them
     if any("world" in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[_world].warm_up()
 

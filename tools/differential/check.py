@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         problem: What was wrong; None where all agreed.
-        refusals: What accel refused, the same on all ranks.
+        refusals: What accel rejected, the same on all ranks.
         ended: Why the program ended early, the same on all ranks.
     """
 
@@ -33,7 +33,7 @@ class Outcome:
 def check(world: Any, program: Program, engine: str, timeout_s: float = 60) -> Outcome:
     """Run a program on plain PyTorch and under an engine, and compare.
 
-    What all ranks refuse with the same error of accel's own is left out on the plain side too, which goes on
+    What all ranks reject with the same error of accel's own is left out on the plain side too, which continues
     from there: it has to have changed nothing.
 
     Args:
@@ -61,7 +61,7 @@ def check(world: Any, program: Program, engine: str, timeout_s: float = 60) -> O
     try:
         expected = follow(program, PlainSession(program, case.dtype, epochs), skipped)
     except ValueError as error:
-        if first.ended:  # what plain PyTorch refuses too
+        if first.ended:  # what plain PyTorch rejects too
             return Outcome(None, *outcome)
         return Outcome(f"plain PyTorch raised {error}", *outcome)
     for rank, trace in enumerate(ranks):

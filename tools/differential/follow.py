@@ -71,7 +71,7 @@ class Session(Protocol):
         """Do what comes before a micro-batch; returns what it shows, if anything.
 
         Raises:
-            Refused: If accel refuses it.
+            Refused: If accel rejects it.
         """
 
     def state(self) -> dict[str, torch.Tensor] | None:
@@ -79,7 +79,7 @@ class Session(Protocol):
 
 
 class Refused(Exception):
-    """accel's own error, for an action that it refuses."""
+    """accel's own error, for an action that it rejects."""
 
 
 def follow(program: Program, session: Session, skipped: Collection[int] = ()) -> Trace:
@@ -88,7 +88,7 @@ def follow(program: Program, session: Session, skipped: Collection[int] = ()) ->
     Args:
         program: The program.
         session: What does it.
-        skipped: Micro-batches before which nothing is done, as an engine refused it there.
+        skipped: Micro-batches before which nothing is done, as an engine rejected it there.
 
     Returns:
         What was seen on the way.

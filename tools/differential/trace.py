@@ -17,7 +17,7 @@ class Refusal:
 
     Attributes:
         at: The micro-batch before which it was.
-        action: What was refused.
+        action: What was rejected.
         error: The error's type and text.
     """
 
@@ -28,7 +28,7 @@ class Refusal:
 
 @dataclass
 class Trace:
-    """What one rank saw: labelled values in their order, and what was refused.
+    """What one rank saw: labelled values in their order, and what was rejected.
 
     Attributes:
         values: Numbers, lists of sample numbers, or weights by name.

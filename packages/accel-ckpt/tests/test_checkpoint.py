@@ -207,7 +207,7 @@ def test_parts_of_other_objects_are_those_of_each_process(world, tmp_path):
 
 
 class FailingLoader:
-    """A loader whose position cannot be saved; the main process alone asks for it."""
+    """A loader whose position cannot be saved; only the main process requests it."""
 
     def state_dict(self) -> dict[str, int]:
         raise OSError("the position is unknown")

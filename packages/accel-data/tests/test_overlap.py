@@ -131,7 +131,7 @@ def test_the_users_messages_do_not_mix_with_it(world):
 
 
 def dropped_early():
-    """Drop a loader while its next batch is asked for and not yet sent."""
+    """Drop a loader while its next batch is requested and not yet sent."""
     batches = iter(dispatched(DataLoader(CountingIterator(act=draw), 2)))
     next(batches)
     if not current_process().is_main:

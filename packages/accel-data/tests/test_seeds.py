@@ -324,7 +324,7 @@ def test_what_is_drawn_depends_on_the_seed_alone():
     assert len(expected[:, 1:].unique()) == 4 * 4  # torch's two begin with the same numbers
     torch.manual_seed(5)
     torch.empty((), dtype=torch.int64).random_()  # what any loader draws for its workers
-    assert torch.equal(torch.rand(1), following)  # the global generators go on as if nothing was drawn
+    assert torch.equal(torch.rand(1), following)  # the global generators continue as if nothing was drawn
 
 
 class Seeds:

@@ -407,7 +407,7 @@ def test_a_state_dict_from_the_host_continues_on_the_device(name: str, moved_aft
     plain = nn.Parameter(torch.ones(4, device="cuda"))
     alone = torch.optim.Adam([plain], lr=0.1, **ON_DEVICE[name])
     step(plain, alone)
-    # Copied: torch's optimizers take over step counts that are on the host already, and go on counting.
+    # Copied: torch's optimizers take over step counts that are on the host already, and continue counting.
     saved = copy.deepcopy(move_to_device(alone.state_dict(), "cpu"))
     again = nn.Parameter(plain.detach().cpu() if moved_after else plain.detach().clone())
     inner = torch.optim.Adam([again], lr=0.1)

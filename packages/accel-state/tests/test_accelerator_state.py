@@ -305,7 +305,7 @@ def _documented_reset() -> int:
     state = AcceleratorState()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(timeout=datetime.timedelta(seconds=1800), backend="gloo")
-    state.wait_for_everyone()  # older states go on, because the facts are the same
+    state.wait_for_everyone()  # older states continue, because the facts are the same
     return AcceleratorState().num_processes
 
 

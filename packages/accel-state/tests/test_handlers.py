@@ -1,4 +1,4 @@
-"""Handlers: what they pass on, and what they refuse."""
+"""Handlers: what they pass on, and what they reject."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DEEPSPEED = ("zero1", "zero2", "zero3")
 def save_and_load(
     compared: Callable[..., Compared], processes: int, *cases: str
 ) -> tuple[Compared, Compared]:
-    """Run the cases on both sides, and go on on both sides from the folders of both."""
+    """Run the cases on both sides, and continue on both sides from the folders of both."""
     saved = compared("checkpoints", "save", *cases, processes=processes)
     folders = [str(side.folder) for side in (saved.accel, saved.accelerate)]
     return saved, compared("checkpoints", "load", *cases, "--", *folders, processes=processes)
@@ -55,7 +55,7 @@ def test_each_goes_on_from_the_checkpoints_of_the_other(compared, processes, cas
                 # of a run without a break. accel does so after a checkpoint of accelerate, too.
                 both = [(with_accel, with_accelerate if number else straight)]
             elif case == "fsdp1_sharded":
-                # On CPUs accelerate does not go on exactly from its own either, but the same from both.
+                # On CPUs accelerate does not continue exactly from its own either, but the same from both.
                 both[1] = with_accelerate, loaded.accelerate.results[case][1]
             for found, expected in both:
                 assert_close(found["losses"], expected["losses"], rtol=tolerance, atol=tolerance, where=case)

@@ -19,7 +19,7 @@ def both(request: pytest.FixtureRequest, compared):
 
 
 def assert_resumed(both, *cases: str) -> None:
-    """Check that the runs which went on from a checkpoint ended as those without a break."""
+    """Check that the runs which continued from a checkpoint ended as those without a break."""
     for side in (both.accel, both.accelerate):
         for case in cases:
             assert side.results[f"{case}_resumed"] == side.results[case]
@@ -87,7 +87,7 @@ def test_sharded(compared, case: str):
     shards = "*/global_step*" if "zero" in case else "*/pytorch_model_fsdp*"
     assert both.accel.files(shards)
     assert not both.accelerate.files(shards)
-    if case != "parts":  # there the Trainer writes no whole model
+    if case != "parts":  # there the Trainer writes no full model
         both.assert_same_tensors("*/last/*.safetensors", rtol=1e-4, atol=1e-4)
 
 

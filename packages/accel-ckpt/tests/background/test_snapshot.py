@@ -1,4 +1,4 @@
-"""Copies of objects, beside what torch.save writes of the objects themselves."""
+"""Copies of objects, next to what torch.save writes of the objects themselves."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def _train_meanwhile(folder: str, failing: int | None) -> str:
             opened.write({"rank": process.rank}, f"random_states_{process.rank}.pkl")
             if process.rank == failing and number == 1:
                 opened._deferred_writes.append(fail)
-        for step in range(50):  # collectives of the training loop, while those of the save go on
+        for step in range(50):  # collectives of the training loop, while those of the save continue
             value = torch.tensor([float(step * (process.rank + 1))])
             dist.all_reduce(value)
             assert value.item() == step * 3

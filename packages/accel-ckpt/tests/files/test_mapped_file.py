@@ -57,7 +57,7 @@ def test_what_was_never_read_is_not(tmp_path: Path) -> None:
     mapped = MappedFile(tmp_path / "file")
     with mapped.view(0, 8192) as view:
         assert view == bytes(8192)
-    with mapped.view(0, 2**21) as view:  # of which a few pages are asked for
+    with mapped.view(0, 2**21) as view:  # of which a few pages are requested
         assert view is None
 
 

@@ -408,7 +408,7 @@ def test_an_error_at_any_point_leaves_the_earlier_checkpoint_and_at_most_a_whole
     assert there[-1] == 2
 
 
-# A child saves beside a checkpoint, or over it, and is killed at the n-th of these calls, or exits with 0.
+# A child saves next to a checkpoint, or over it, and is killed at the n-th of these calls, or exits with 0.
 LOOP = """
 import os, signal, sys
 from pathlib import Path

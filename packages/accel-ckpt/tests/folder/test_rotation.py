@@ -48,7 +48,7 @@ def test_those_of_earlier_versions_are_in_the_order_of_their_numbers_before_late
     assert names(tmp_path) == ["checkpoint_2", "checkpoint_9", "checkpoint_10"]
     save(tmp_path, 5, 11)
     (tmp_path / "checkpoint_12").mkdir()
-    (tmp_path / "checkpoint_12" / "pytorch_model.bin").touch()  # another implementation goes on
+    (tmp_path / "checkpoint_12" / "pytorch_model.bin").touch()  # another implementation continues
     assert names(tmp_path)[2:] == ["checkpoint_10", "checkpoint_5", "checkpoint_11", "checkpoint_12"]
     (tmp_path / "checkpoint_9" / MANIFEST).write_text("rubbish")
     assert names(tmp_path)[:2] == ["checkpoint_2", "checkpoint_9"]

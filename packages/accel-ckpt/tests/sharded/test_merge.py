@@ -27,7 +27,7 @@ from accel_world.sharding import fully_shard
 
 
 def save(folder: str) -> dict[str, torch.Tensor]:
-    """Save a sharded model; return its whole weights."""
+    """Save a sharded model; return its full weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3).bfloat16())
     whole = {name: value.clone() for name, value in model.state_dict().items()}

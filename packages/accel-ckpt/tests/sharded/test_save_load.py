@@ -399,7 +399,7 @@ def test_values_of_common_types_come_back(tmp_path: Path) -> None:
 
 
 class Noted(nn.Linear):
-    """A layer with a state beside its tensors."""
+    """A layer with a state next to its tensors."""
 
     note: Any = None
 
@@ -460,7 +460,7 @@ def load_into_decaying(folder: str, failing: int | None) -> str:
         Decaying([{"params": list(model.parameters()), "count": torch.zeros(())}]) for _ in range(2)
     )
     count = fresh.param_groups[0]["count"]
-    model(torch.ones(2, 6).double())  # gathers what the optimizer has in parts
+    model(torch.ones(2, 6).double())  # gathers what the optimizer has sharded
     save_sharded_state(folder, [model], [optimizer])
     before = [item.detach().to_local().clone() for item in model.parameters()]
     optimizer.step()

@@ -459,7 +459,7 @@ def test_random_generators_follow_the_rule(
     assert after == again
     torch_draws = {tuple(draw) for draw, _ in after}
     python_draws = {draw for _, draw in after}
-    # In step stays in step; what differs goes on differing. Of one process nothing is known to differ.
+    # In step stays in step; what differs continues differing. Of one process nothing is known to differ.
     assert len(torch_draws) == (1 if sync or saved == 1 else loaded)
     assert len(python_draws) == (1 if saved == 1 else loaded)
 

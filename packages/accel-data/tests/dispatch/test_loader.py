@@ -30,7 +30,7 @@ class Stream(IterableDataset):
 
 
 class Batches(IterableDataset):
-    """A stream of whole batches of several sizes."""
+    """A stream of full batches of several sizes."""
 
     def __iter__(self):
         return iter(torch.arange(17).split([4, 4, 2, 4, 3]))
@@ -210,7 +210,7 @@ def test_whole_batches_are_handed_out(world, split, even):
 
 
 class ReadyMade(IterableDataset):
-    """A stream of whole batches, of which no two have one shape."""
+    """A stream of full batches, of which no two have one shape."""
 
     def __init__(self, count):
         self.count = count
@@ -273,7 +273,7 @@ def ready_made(stream, workers, even):
             resumed.load_state_dict(ours.state_dict())
             break
         rest = seen(resumed)
-        if len(got) > 1:  # otherwise it goes on with the next epoch
+        if len(got) > 1:  # otherwise it continues with the next epoch
             assert (rest if even else [part[:2] for part in rest]) == got[1:], count
 
 
@@ -285,7 +285,7 @@ def test_ready_made_batches_are_those_that_processes_would_read_themselves(world
 
 
 def whole_items():
-    """Read whole batches from a dataset with indices."""
+    """Read full batches from a dataset with indices."""
     return read(dispatched(DataLoader(torch.arange(6).view(3, 2), batch_size=None)))
 
 

@@ -59,7 +59,7 @@ def test_whole_batches_of_any_size_stay_as_they_are(sizes, processes, even):
     assert [row for part in found for row in real_rows(part)] == list(range(sum(sizes)))
     batches = [batch for part in found for batch in part.batches if batch is not NO_BATCH]
     assert all(part is batch for part, batch in zip(batches, batches, strict=False))
-    # What is left are whole batches from the start, on the processes that would have none.
+    # What is left are full batches from the start, on the processes that would have none.
     missing = -len(batches) % processes if even else 0
     padding = batches[len(batches) :]
     start = batches[: min(processes, len(batches))]

@@ -1,4 +1,4 @@
-"""Loaders that are shared out already, by whatever: passed through, or refused on every process."""
+"""Loaders that are already sharded, in any way: used unchanged, or rejected on every process."""
 
 import warnings
 
@@ -165,7 +165,7 @@ def test_what_is_for_this_process_passes_through(kind, size):
         assert isinstance(loader, DataLoaderShard)
         expected = sorted(read(KINDS[kind](rank, size)))
         for _ in range(2):
-            assert sorted(read(loader)) == expected  # not shared out twice
+            assert sorted(read(loader)) == expected  # not split twice
         if kind != "unbatched":
             assert loader.total_batch_size == 2 * size
 

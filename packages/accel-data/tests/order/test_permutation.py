@@ -71,7 +71,7 @@ def test_entries_of_any_length_are_those_made_by_hand_and_lead_back(length, key,
         assert entries.tolist() == [by_hand(length, key, position) for position in positions]
 
 
-# To change these is to have interrupted runs go on in another order.
+# To change these is to have interrupted runs continue in another order.
 KNOWN = {
     5: [2, 0, 4, 4, 3],
     16384: [3656, 6484, 9854, 8974, 10581],

@@ -1,4 +1,4 @@
-"""Keyed permutations beside those of `torch.randperm`: what is the threshold is taken from the latter."""
+"""Keyed permutations next to those of `torch.randperm`: what is the threshold is taken from the latter."""
 
 import math
 from functools import cache

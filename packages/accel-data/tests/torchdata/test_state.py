@@ -29,7 +29,7 @@ class Stream(IterableDataset):
 
 
 class StreamWithState(IterableDataset):
-    """A stream that goes on where its state says, and counts what is read of it."""
+    """A stream that continues where its state says, and counts what is read of it."""
 
     def __init__(self):
         self.start = self.read = 0

@@ -137,7 +137,7 @@ def test_results_are_not_views_for_autograd(shape: tuple[int, ...]) -> None:
         first, second = round_trip([torch.ones(shape), torch.ones(3)], 2)
     weight = torch.ones(1, requires_grad=True)
 
-    first.mul_(weight)  # refused for a view that was made without gradients
+    first.mul_(weight)  # rejected for a view that was made without gradients
 
     assert first.requires_grad
     assert second._base is None

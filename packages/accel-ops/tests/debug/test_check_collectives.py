@@ -120,7 +120,7 @@ def one_more(how: str) -> str:
 
 
 def waits_of_the_state() -> str:
-    """Waits are compared however they are asked for; the last process gathers instead."""
+    """Waits are compared however they are requested; the last process gathers instead."""
     state = PartialState()
     logger = get_logger("accel.test")
     logger.warning("all agree", in_order=True)
@@ -182,7 +182,7 @@ def slow_function() -> None:
 
 
 def stuck(monkeypatched: float) -> list[str]:
-    """Process 1 is busy elsewhere; the others say where, once, and go on waiting."""
+    """Process 1 is busy elsewhere; the others say where, once, and continue waiting."""
     process = debugging()
     with (
         mock.patch.object(store, "WARN_AFTER_S", monkeypatched),

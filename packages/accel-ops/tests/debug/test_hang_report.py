@@ -51,7 +51,7 @@ def test_who_does_not_answer_or_has_left_is_missing():
     assert found(waits, None, left) == [("0", 5, (0,), (1, 2))]
     # Debug mode waits before the first operation begins.
     assert found(status(0, 1.2, "gather", group=""), status(0), status(0)) == [("0", 0, (0,), (1, 2))]
-    # Nobody is in an operation: long computations beside one that has ended.
+    # Nobody is in an operation: long computations next to one that has ended.
     assert found(status(5, 9.0), None, left) == []
 
 

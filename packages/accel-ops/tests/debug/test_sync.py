@@ -145,7 +145,7 @@ def test_what_is_alike_takes_one_collective_and_choices_are_left_out(world, buff
 
 
 def in_parts(changed: str) -> Any:
-    """Tensors of a mesh of two by two: replicated along the first axis, and in parts along the second."""
+    """Tensors of a mesh of two by two: replicated along the first axis, and sharded along the second."""
     rank = current_process().rank
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
     torch.manual_seed(0)

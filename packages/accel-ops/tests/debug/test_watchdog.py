@@ -107,7 +107,7 @@ def busy() -> None:
 
 
 def stopped() -> None:
-    """Process 1 is stopped, until process 0 lets it go on."""
+    """Process 1 is stopped, until process 0 lets it continue."""
     pids = gather(torch.tensor(os.getpid()))
     if current_process().rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -55,7 +55,7 @@ def test_waits_until_the_thread_is_done() -> None:
 
 
 def test_waits_for_a_thread_that_wants_the_lock() -> None:
-    """It mostly sleeps, as an idle one does, and is asked for again and again by the kernel alone."""
+    """It mostly sleeps, as an idle one does; only the kernel is asked, repeatedly."""
     started, end = threading.Event(), time.monotonic() + 0.5
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Models dispatched by a device map, and loaded on the way, beside the plain model."""
+"""Models dispatched by a device map, and loaded on the way, next to the plain model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MAPS = {
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Have the system refuse to make files larger than some bytes, as on a full disk."""
+    """Make the system refuse files larger than some bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""Programs beside another package that is named accelerate, as the real one may be installed."""
+"""Programs next to another package that is named accelerate, as the real one may be installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def python(other: Path) -> Run:
-    """Run this Python, without the switch, beside the other accelerate and further folders of modules."""
+    """Run this Python, without the switch, next to the other accelerate and further folders of modules."""
 
     def run(*arguments: str | Path, first: Path | None = None) -> subprocess.CompletedProcess[str]:
         places = [first, other, os.environ.get("PYTHONPATH")]

@@ -71,7 +71,7 @@ def check_metadata():
     found = importlib.metadata.distribution("accelerate")
     assert (found.metadata["Name"], found.version) == ("accelerate", INTERFACE_VERSION)
     assert "huggingface" in found.metadata["Home-page"]  # sentence-transformers asks before it trains
-    # Accel's, and the other package's, which is installed beside.
+    # Accel's, and the other package's, which is installed next to it.
     assert importlib.metadata.packages_distributions()["accelerate"] == ["accelerate", "accelerate"]
     # The first of a name counts; the other package's comes later.
     assert next(iter(importlib.metadata.distributions(name="accelerate"))).version == INTERFACE_VERSION

@@ -1,6 +1,6 @@
 """Every way to hand parameters, optimizers or gradients over works after an evaluation as before one.
 
-A forward pass without a backward pass leaves whole parameters in a sharded model; each entry point has to
+A forward pass without a backward pass leaves full parameters in a sharded model; each entry point has to
 reach the shards all the same.
 """
 
@@ -181,7 +181,7 @@ def drop_gradients(session: Session) -> None:
 
 
 def whole_state(session: Session) -> None:
-    state = session.accelerator.get_state_dict(session.model)  # on the first process alone, where in parts
+    state = session.accelerator.get_state_dict(session.model)  # on the first process alone, where sharded
     norm = float(sum(value.double().square().sum() for value in state.values()))
     session.norms.append(broadcast_object_list([norm])[0])
 

@@ -21,7 +21,7 @@ EVENTS = ("train", "break", "fail", "evaluate", "nested", "other")
 
 
 class Loop:
-    """A training loop to which things happen, beside what a reader expects of it."""
+    """A training loop to which things happen, next to what a reader expects of it."""
 
     def __init__(self, num_steps: int, length: int) -> None:
         plugin = GradientAccumulationPlugin(num_steps=num_steps, step_scheduler_per_process=False)

@@ -1,4 +1,4 @@
-"""Models that share modules, or are sharded already, are refused at prepare where they cannot be sharded."""
+"""Models that share modules, or are sharded already, are rejected at prepare where they cannot be sharded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Complex and empty parameters, optimizers with a state from the beginning, averages of weights: each trains,
-or is refused at prepare with the reason.
+or is rejected at prepare with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEVERAL = [name for name in ENGINES if name != "single"]
 
 
 class Layers(torch.nn.Module):
-    """Two layers that tensor parallelism can split, and a parameter beside them."""
+    """Two layers that tensor parallelism can split, and a parameter next to them."""
 
     _tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
 

@@ -65,7 +65,7 @@ def mesh(**sizes: int) -> dict[str, Any]:
 
 
 ENGINES: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
-    # processes, those of them with their own data, and how a script asks for it
+    # processes, those of them with their own data, and how a script requests it
     "ddp": (4, 4, dict),
     "fsdp1": (2, 2, fsdp1),
     "fsdp2 on 2": (2, 2, grouped),

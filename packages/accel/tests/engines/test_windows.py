@@ -123,7 +123,7 @@ def run(engine: str, loop: str) -> list[float]:
 @pytest.mark.filterwarnings("ignore:zero_grad.. before step:UserWarning")
 @pytest.mark.parametrize(
     ("engine", "loop"),
-    # A loss of parameters is taken of whole ones, which DDP alone has between forward passes.
+    # A loss of parameters is taken of full ones, which DDP alone has between forward passes.
     [
         (engine, loop)
         for engine in ENGINES

@@ -1,4 +1,4 @@
-"""The estimate over meshes beside what prepare leaves on one process of a simulated world."""
+"""The estimate over meshes next to what prepare leaves on one process of a simulated world."""
 
 from __future__ import annotations
 

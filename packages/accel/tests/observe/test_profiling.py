@@ -292,7 +292,7 @@ def test_each_process_writes_its_own_events_and_one_table_has_all(world, tmp_pat
 
 
 def profile_where_one_raises(folder: str) -> tuple[str, list[float]]:
-    """Process 1 leaves its block early, and goes on with what all do next."""
+    """Process 1 leaves its block early, and continues with what all do next."""
     accelerator = Accelerator()
     printed = io.StringIO()
     block = accelerator.profile(handler(output_trace_dir=folder, summary=1))

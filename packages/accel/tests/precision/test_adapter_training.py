@@ -1,4 +1,4 @@
-"""Adapters that are made by hand: few trained parameters beside frozen ones, under each engine."""
+"""Adapters that are made by hand: few trained parameters next to frozen ones, under each engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINED = {f"blocks.{block}.{part}.weight" for block in (0, 1) for part in ("dow
 
 
 class Block(torch.nn.Module):
-    """A frozen layer, and a trainable product of two narrow ones beside it."""
+    """A frozen layer, and a trainable product of two narrow ones next to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def saved_apart(engine: str, file: str) -> tuple[State, State, State]:
     assert not found.unexpected_keys
     model, optimizer = accelerator.prepare(raw, make_optimizer(raw))
     loaded = whole_state(accelerator, model)
-    train(accelerator, model, optimizer, range(2, 3))  # goes on
+    train(accelerator, model, optimizer, range(2, 3))  # continues
     return state, loaded, whole_state(accelerator, model)
 
 

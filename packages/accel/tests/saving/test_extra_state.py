@@ -1,4 +1,4 @@
-"""What modules keep beside tensors (`get_extra_state`) is saved and restored with the weights."""
+"""What modules keep next to tensors (`get_extra_state`) is saved and restored with the weights."""
 
 from __future__ import annotations
 

@@ -108,5 +108,5 @@ def saved_as_an_adapter(folder: str) -> list[bool]:
 
 
 def test_a_model_without_adapters_is_saved_whole_also_when_its_adapter_is_asked_for(world, tmp_path):
-    """transformers' Trainer asks for the adapter alone of whatever it trains."""
+    """transformers' Trainer requests the adapter alone of whatever it trains."""
     assert world.run(saved_as_an_adapter, str(tmp_path), size=1) == [[True, True]]

@@ -60,7 +60,7 @@ def test_a_signal_saves_at_the_next_step_but_one_and_exits(tmp_path):
 
 
 class Noting(Accelerator):
-    """Writes a note beside what is saved, as a subclass may."""
+    """Writes a note next to what is saved, as a subclass may."""
 
     def save_state(self, output_dir=None, **options):
         folder = super().save_state(output_dir, **options)

@@ -1,4 +1,4 @@
-"""A load_state that is refused leaves everything as it was, whatever refuses."""
+"""A load_state that is rejected leaves everything as it was, whatever rejects it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Notes:
-    """A registered object that refuses a state that is marked."""
+    """A registered object that rejects a state that is marked."""
 
     def __init__(self) -> None:
         self.average = torch.zeros(2)
@@ -32,13 +32,13 @@ class Notes:
         return {"average": self.average, "refuses": self.refuses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average.copy_(state["average"])  # half loaded when it refuses
+        self.average.copy_(state["average"])  # half loaded when it rejects
         if state["refuses"]:
             raise ValueError("this state is refused")
 
 
 class Fussy(torch.optim.SGD):
-    """An optimizer that refuses a state that is marked, when it has loaded half of it."""
+    """An optimizer that rejects a state that is marked, when it has loaded half of it."""
 
     refuses = False
 

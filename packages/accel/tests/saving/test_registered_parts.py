@@ -97,7 +97,7 @@ def load(engine: str, folder: str) -> tuple[list[torch.Tensor], int]:
 
 
 KINDS = ("single", "fsdp2", "fsdp2 sharded", "tp")
-PAIRS = [  # a checkpoint in parts, and a whole one of weights, are read by engines that write the same
+PAIRS = [  # a sharded checkpoint, and one of full weights, are read by engines that write the same
     (before, after)
     for before in KINDS
     for after in KINDS

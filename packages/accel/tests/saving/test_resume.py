@@ -1,4 +1,4 @@
-"""Runs that are stopped in the middle of an epoch and go on, on other processes and with other workers."""
+"""Runs that are stopped in the middle of an epoch and continue, on other processes and with other workers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ STEPS = 3  # that the script below takes in an epoch on 2 processes: 11 samples,
 
 
 def documented(way: str | None, folder: str, dispatch: bool) -> list[int]:
-    """Run a script of 3 epochs that saves at the last batch of its first, or goes on from there.
+    """Run a script of 3 epochs that saves at the last batch of its first, or continues from there.
 
     Args:
         way: How it finds where it was: by loading alone, by its number of steps, or by the number of its

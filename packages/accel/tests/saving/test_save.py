@@ -593,7 +593,7 @@ def test_a_run_goes_on_on_another_number_of_processes(world, tmp_path, saved):
     goes_on(world, folder, saved, (1, 2, 3, 4), sharded=False)
 
 
-# Weights and optimizer in parts, under one process, replicas and other numbers of shards.
+# Weights and optimizer sharded, under one process, replicas and other numbers of shards.
 @pytest.mark.parametrize(("saved", "loaded"), [(2, (1, 3)), (4, (2,))])
 def test_a_sharded_run_goes_on_on_another_number_of_processes(world, tmp_path, saved, loaded):
     folder = tmp_path / "state"
@@ -608,7 +608,7 @@ def goes_on(world, folder, saved, others, sharded):
         runs = world.run(resharded, folder, False, sharded, size=loaded, timeout_s=100)
         for losses, _ in runs:
             assert losses == pytest.approx(straight[0][0], rel=1e-9), (saved, loaded)
-        # Ranks that were there go on with their random numbers; new ones have others.
+        # Ranks that were there continue with their random numbers; new ones have others.
         assert [drawn for _, drawn in runs[:saved]] == [drawn for _, drawn in straight[:loaded]]
         if saved > 1:
             assert len({drawn[0] for _, drawn in runs}) == loaded

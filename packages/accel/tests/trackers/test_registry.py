@@ -140,11 +140,11 @@ def test_one_that_could_not_start_is_blank():
     assert accelerator.trackers == []
     accelerator.get_tracker("unstarted").log({"loss": 1.0})
     accelerator.get_tracker("unstarted", unwrap=True).log_images({})
-    accelerator.get_tracker("unstarted").log_artifact("weights")  # training goes on
+    accelerator.get_tracker("unstarted").log_artifact("weights")  # training continues
 
 
 def get_trackers() -> tuple[list[str], list[str], list[str]]:
-    """Which trackers a process gets: one whose library is missing, one that was not asked for."""
+    """Which trackers a process gets: one whose library is missing, one that was not requested."""
     row = replace(registry.TRACKERS["tensorboard"], library="no_such_library")
     with mock.patch.dict(registry.TRACKERS, tensorboard=row):
         with warnings.catch_warnings(record=True) as caught:

@@ -370,7 +370,7 @@ def collated() -> tuple[list, list, list]:
 
 
 class ReadyMade(IterableDataset):
-    """A stream of whole batches, each of another shape."""
+    """A stream of full batches, each of another shape."""
 
     def __iter__(self):
         start = 0
@@ -620,7 +620,7 @@ def test_a_list_of_two_in_a_batch_of_two():
     # Entries with other numbers of rows are samples.
     assert cut([["c", "d"], ["a"]]) == [["c", "d"]]
     assert cut(["c", "d"]) == ["c"]
-    # What has no rows, beside tensors that have them, is no sample.
+    # What has no rows, next to tensors that have them, is no sample.
     for other in (None, "text", 0.5, {"name": ["a", "b"]}, torch.tensor(0.5)):
         for data in ((one, other), (other, one), {"a": (one, other)}):
             found = cut(data, use_gather_object=True)

@@ -496,7 +496,7 @@ def test_processes_add_up_weights_once_per_window(world: Any) -> None:
     assert world.run(collectives_of_windows, counts) == [[2, 1, 1]] * 2  # the first one expects something
 
 
-# What is refused
+# What is rejected
 
 
 def test_both_kinds_of_losses_in_a_window_are_refused() -> None:
@@ -510,7 +510,7 @@ def test_both_kinds_of_losses_in_a_window_are_refused() -> None:
             accelerator.accumulate(model),
         ):
             accelerator.backward(loss_of(model, items(2, 1)), weight=second)
-        with accelerator.accumulate(model):  # the window goes on as it began
+        with accelerator.accumulate(model):  # the window continues as it began
             accelerator.backward(loss_of(model, items(2, 1)), weight=first)
         assert accelerator.sync_gradients
 

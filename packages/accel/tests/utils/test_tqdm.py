@@ -1,4 +1,4 @@
-"""Progress bars: one on a machine, unless each process asks for its own."""
+"""Progress bars: one on a machine, unless each process requests its own."""
 
 from __future__ import annotations
 

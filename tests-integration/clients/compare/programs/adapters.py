@@ -96,7 +96,7 @@ def loop(folder: Path) -> dict[str, Any]:
 
 
 def trainer(folder: Path) -> dict[str, Any]:
-    """Train with transformers' Trainer, which writes adapters as checkpoints and goes on from one."""
+    """Train with transformers' Trainer, which writes adapters as checkpoints and continues from one."""
     set_seed(3)
     found = []
     for resume in (False, True):

@@ -1,4 +1,4 @@
-"""Train with accelerate and save in the middle of an epoch; or go on from folders that such runs left.
+"""Train with accelerate and save in the middle of an epoch; or continue from folders that such runs left.
 
     checkpoints.py FOLDER save CASE ...
     checkpoints.py FOLDER load CASE ... -- RUN ...
@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
         for version, options in ((1, {"use_orig_params": True}), (2, {}))
     },
     "fsdp2_full": {"fsdp": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}},
-    # accelerate crashes where it saves the whole weights of version 1 without a GPU: both load those of 2.
+    # accelerate crashes where it saves the full weights of version 1 without a GPU: both load those of 2.
     "fsdp1_full": {
         "fsdp": {"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT", "use_orig_params": True},
         "saved_as": "fsdp2_full",
@@ -97,7 +97,7 @@ class Training:
     Args:
         case: The name of its case.
         folder: Where it writes.
-        seed: Of everything. A run that goes on must take nothing from it but accelerate's order of samples.
+        seed: Of everything. A run that continues must take nothing from it but accelerate's order of samples.
     """
 
     def __init__(self, case: str, folder: Path, seed: int) -> None:
@@ -206,7 +206,7 @@ def make_accelerator(case: dict[str, Any], folder: Path) -> Accelerator:
 
 
 def shard_on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Have accelerate itself shard: on CPUs it makes replicas, whatever the plugin asks for."""
+    """Have accelerate itself shard: on CPUs it makes replicas, whatever the plugin requests."""
     kind = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
     PartialState._shared_state.update(kind)
     AcceleratorState._shared_state.update(kind, fsdp_plugin=plugin)
@@ -286,7 +286,7 @@ def main() -> None:
     folder, mode, *rest = sys.argv[1:]
     cases, _, sources = " ".join(rest).partition(" -- ")
     if "zero" in cases:
-        # accelerate starts DeepSpeed on CPUs where nobody asks for a CPU, and as one process.
+        # accelerate starts DeepSpeed on CPUs where nobody requests a CPU, and as one process.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     results: dict[str, Any] = {}

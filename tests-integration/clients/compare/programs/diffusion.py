@@ -194,7 +194,7 @@ def logged(folder: Path) -> dict[str, Any]:
 
 
 def unconditional(folder: Path) -> dict[str, Any]:
-    """Train, and, with one process, go on from the middle of an epoch."""
+    """Train, and, with one process, continue from the middle of an epoch."""
     found = {"whole": train(folder / "run")}
     if os.environ.get("WORLD_SIZE", "1") == "1":
         found["resumed"] = train(folder / "run", checkpoint="checkpoint-3")
@@ -263,7 +263,7 @@ def places_of(pipeline: StableDiffusionPipeline) -> dict[str, list[str]]:
 
 
 def offload_models(folder: Path) -> dict[str, Any]:
-    """Draw with whole models that come one after the other, by diffusers and by accelerate's function."""
+    """Draw with full models that come one after the other, by diffusers and by accelerate's function."""
     found: dict[str, Any] = {}
     pipeline = make_pipeline()
     found["plain"] = [draw(pipeline), places_of(pipeline)]

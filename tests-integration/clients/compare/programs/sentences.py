@@ -86,7 +86,7 @@ def found_by(trainer: Any) -> dict[str, Any]:
 
 
 def embed(folder: Path) -> dict[str, Any]:
-    """Train embeddings on two data sets with a loss each, and go on from a checkpoint."""
+    """Train embeddings on two data sets with a loss each, and continue from a checkpoint."""
     path = save_start(folder, BertModel)
     pairs = make_pairs(8)
     data = {"pairs": pairs, "scored": pairs.add_column("score", [round(0.1 * row, 1) for row in range(8)])}
@@ -131,7 +131,7 @@ def sample(folder: Path) -> dict[str, Any]:
 
 
 def rank(folder: Path) -> dict[str, Any]:
-    """Train scores of pairs in a shuffled order, keep the best, and go on within an epoch."""
+    """Train scores of pairs in a shuffled order, keep the best, and continue within an epoch."""
     path = save_start(folder, BertForSequenceClassification)
     scores = [round(0.05 * (7 * row % 20), 2) for row in range(16)]
     pairs = make_pairs(16)

@@ -92,7 +92,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            # accelerate starts DeepSpeed on CPUs where nobody asks for a CPU, and as one process.
+            # accelerate starts DeepSpeed on CPUs where nobody requests a CPU, and as one process.
             os.environ.pop("ACCELERATE_USE_CPU", None)
             os.environ.update(
                 RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"

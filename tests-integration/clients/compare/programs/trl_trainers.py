@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def finetune(folder: Path) -> dict[str, Any]:
-    """Learn completions of prompts, with evaluation and checkpoints, and go on from a checkpoint."""
+    """Learn completions of prompts, with evaluation and checkpoints, and continue from a checkpoint."""
     rows = Dataset.from_dict(
         {
             "prompt": [tiny.make_text(row, 2 + row % 3) + " " for row in range(18)],

@@ -51,7 +51,7 @@ class Store(Mapping[str, torch.Tensor]):
 
 
 class Chain(nn.Module):
-    """Calls layers in the order that is asked for."""
+    """Calls layers in the order that is requested."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from accel.inference import generate_device_map
 
 
 class Pair(nn.Module):
-    """Two layers of 4 * 4 floats, and a weight beside them."""
+    """Two layers of 4 * 4 floats, and a weight next to them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Device maps as they are asked for: made by a strategy, checked against the model and the machine."""
+"""Device maps as they are requested: made by a strategy, checked against the model and the machine."""
 
 from __future__ import annotations
 

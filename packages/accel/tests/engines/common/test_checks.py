@@ -1,4 +1,4 @@
-"""What engines cannot do is refused at prepare, or told to be ignored, with the reason and the fix."""
+"""What engines cannot do is rejected at prepare, or reported as ignored, with the reason and the fix."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_buffer_without_values_is_missing_too(is_persistent, fix):
 
 
 def refused_on_one(engine: str) -> tuple[str, int]:
-    """What the processes say when one refuses by itself; and the reductions of a call that goes well."""
+    """What the processes say when one rejects something; and the reductions of a call that succeeds."""
     accelerator = make_accelerator(engine)
     model = Net()
     if accelerator.is_main_process:

@@ -57,7 +57,7 @@ def make(version: int | None, together: bool) -> tuple[Accelerator, list[Any], l
 
 
 def step(accelerator: Accelerator, models: list[Any], optimizers: list[Any]) -> list[torch.Tensor]:
-    """Make a step, and return the whole weights where they are gathered."""
+    """Make a step, and return the full weights where they are gathered."""
     for number, model in enumerate(models, 1):
         accelerator.backward((model(torch.linspace(-1, 1, 8).view(2, 4)) * number).square().sum())
     for optimizer in optimizers:

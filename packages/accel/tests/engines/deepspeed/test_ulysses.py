@@ -1,4 +1,4 @@
-"""What DeepSpeed's sequence parallelism is asked for; that it trains is in tests-integration."""
+"""How DeepSpeed's sequence parallelism is requested; that it trains is in tests-integration."""
 
 from __future__ import annotations
 

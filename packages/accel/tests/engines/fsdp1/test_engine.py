@@ -76,7 +76,7 @@ def step(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.opti
 
 
 def trained(accelerator: Accelerator, raw: torch.nn.Module) -> State:
-    """Two steps on the process's share; the whole state after them."""
+    """Two steps on the process's shard of the data; the full state after them."""
     model, optimizer = accelerator.prepare(raw, make_optimizer(raw))
     for _ in range(2):
         step(accelerator, model, optimizer)
@@ -130,7 +130,7 @@ def test_every_option_trains_like_one_process(world):
     for state, other in zip(states, others, strict=True):
         assert_close(state, expected)
         assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
-        assert other == {}  # of one machine, one process holds the whole model
+        assert other == {}  # of one machine, one process holds the full model
 
 
 def train_with_replicas() -> list[Any]:
@@ -447,7 +447,7 @@ def test_cpu_offload_on_the_cpu_is_refused():
 
 
 def own_files(folder: str, use_orig_params: bool) -> list[Any]:
-    """Save in each process's own file, and go on from it, as another training that was evaluated before."""
+    """Save in each process's own file, and continue from it, as another training that was evaluated before."""
     options = {"state_dict_type": "LOCAL_STATE_DICT", "use_orig_params": use_orig_params}
     options |= {"reshard_after_forward": "SHARD_GRAD_OP", "ignored_modules": "embed"}
     outputs = []

@@ -49,7 +49,7 @@ def unfreeze_inside(name: str) -> list[float]:
     norms = []
     for number in range(6):
         if number % 3 < 2:
-            first(accelerator, model).weight.requires_grad_(number % 3 == 1)  # beside its bias
+            first(accelerator, model).weight.requires_grad_(number % 3 == 1)  # next to its bias
         with accelerator.accumulate(model):
             accelerator.backward(model(data(accelerator, number)).square().mean())
             if accelerator.sync_gradients:

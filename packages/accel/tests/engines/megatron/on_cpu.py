@@ -14,7 +14,7 @@ __all__ = ["cuda_calls_answered_by_the_cpu"]
 
 
 class _OnCPU(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU, and CPU tensors say that they are on CUDA."""
+    """Tensors that are requested on CUDA are made on the CPU, and CPU tensors say that they are on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:

@@ -68,7 +68,7 @@ def data() -> torch.Tensor:
 
 
 def step_and_state(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """One SGD step on the process's share; the whole state after it."""
+    """One SGD step on the process's shard of the data; the full state after it."""
     optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     own = data().chunk(accelerator.num_processes)[accelerator.process_index]
@@ -115,7 +115,7 @@ def test_every_option_trains_like_one_process(world, options):
     (state, other) = world.run(step_with, options, "no")
 
     assert_close(state, expected_state(Net()), 1e-5)
-    assert list(other) == []  # of one machine, one process holds the whole model
+    assert list(other) == []  # of one machine, one process holds the full model
 
 
 def check_groups() -> None:
@@ -516,7 +516,7 @@ def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
     plain = Net()
     plain._tp_plan = {"layers.*.linear": "colwise_rep"}
     assert half.prepare(plain)(data()).dtype is torch.float32
-    assert plain.layers[0].seen == [torch.float32]  # as under DDP: nobody asked for casts of parameters
+    assert plain.layers[0].seen == [torch.float32]  # as under DDP: nobody requested casts of parameters
     return [accelerator.engine.loaders.dp_rank_and_size, gradients], shapes, accelerator.engine.name
 
 

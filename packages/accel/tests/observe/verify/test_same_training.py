@@ -59,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_files_of_the_user_are_neither_read_nor_written(world, tmp_path: Path):
     out = tmp_path / "out"
     out.mkdir()
-    for _ in range(2):  # the second goes on from the first
+    for _ in range(2):  # the second continues from the first
         world.run(run_program, SAVING_PROGRAM, str(out), size=2, init=False)
     before = contents(out)
     assert {Path(name).parts[0] for name in before} == {

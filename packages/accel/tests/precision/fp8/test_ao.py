@@ -1,4 +1,4 @@
-"""fp8 with torchao, for real: layers that multiply in fp8, and losses beside those of bf16."""
+"""fp8 with torchao, for real: layers that multiply in fp8, and losses next to those of bf16."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_defaults_are_the_documented_ones():
     none = (False, False, False)
     assert te_fields(TERecipeKwargs()) == (False, 0, 1, "HYBRID", 1024, "most_recent", none, False)
     assert MSAMPRecipeKwargs().opt_level == "O2"
-    assert AORecipeKwargs().asks_for("pad_inner_dim") is False  # on by default, and not asked for
+    assert AORecipeKwargs().asks_for("pad_inner_dim") is False  # on by default, and not requested
 
 
 def test_the_environment_reaches_every_setting_and_arguments_come_first(monkeypatch):

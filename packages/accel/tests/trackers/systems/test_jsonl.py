@@ -1,4 +1,4 @@
-"""The tracker without dependencies: its lines, while a run goes on, after a kill, and their cost."""
+"""The tracker without dependencies: its lines, while a run continues, after a kill, and their cost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_images_are_png_files(tmp_path):
 
 def test_no_picture_takes_the_place_of_another_one(tmp_path):
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
-    for _ in range(2):  # a run that goes on
+    for _ in range(2):  # a run that continues
         accelerator.init_trackers("project")
         for value in (0, 255):
             accelerator.log_images({"a": numpy.full((1, 1), value, dtype=numpy.uint8)})

@@ -1,4 +1,4 @@
-"""Ring attention on real gloo workers, against attention over the whole sequence."""
+"""Ring attention on real gloo workers, against attention over the full sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def whole(dtype: torch.dtype, is_causal: bool, scale: float | None) -> list[torch.Tensor]:
-    """Output and gradients of attention over the whole sequence."""
+    """Output and gradients of attention over the full sequence."""
     *qkv, gradient = inputs(dtype)
     qkv = [item.requires_grad_() for item in qkv]
     out = F.scaled_dot_product_attention(*qkv, is_causal=is_causal, scale=scale)
