@@ -840,7 +840,7 @@ def test_an_optimizer_that_has_stepped_is_refused(world):
 
 
 def saved(stage: int, folder: str) -> tuple[list[float], list[float]]:
-    """Save in the middle, continue, and go back to it with the same objects; a frozen model is prepared too."""
+    """Save in the middle, continue, and load it with the same objects; a frozen model is prepared too."""
     accelerator = make(stage)
     model, optimizer, loader = prepared(accelerator)
     judge = accelerator.prepare(Net(5).requires_grad_(False))

@@ -78,7 +78,7 @@ class ByHand:
 
 
 class Loop:
-    """A model, an optimizer, and this process's share of each batch."""
+    """A model, an optimizer, and this process's shard of each batch."""
 
     def __init__(self, accelerator: Any, num_shards: int = 1, shard: int = 0) -> None:
         self.accelerator = accelerator

@@ -341,7 +341,7 @@ def test_a_file_for_each_process_goes_on_where_it_was(world):
 
 
 def evaluates(count: int, dispatch: bool | None, epochs: int = 2) -> tuple[list[str], list[list[int]]]:
-    """Gather the rows of files in each step; return what was told and raised, and the rows."""
+    """Gather the rows of files in each step; return warnings, errors and the rows."""
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(dataloader_config=config)
     names = [f"file {4 * (number % count)}" for number in range(2)]  # of 5 and 9 rows, or of 5 and 5

@@ -33,7 +33,7 @@ class Outcome:
 def check(world: Any, program: Program, engine: str, timeout_s: float = 60) -> Outcome:
     """Run a program on plain PyTorch and under an engine, and compare.
 
-    What all ranks reject with the same error of accel's own is left out on the plain side too, which continues
+    An action that all ranks reject with the same accel error is skipped on the plain side too, which continues
     from there: it has to have changed nothing.
 
     Args:

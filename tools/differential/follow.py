@@ -88,7 +88,7 @@ def follow(program: Program, session: Session, skipped: Collection[int] = ()) ->
     Args:
         program: The program.
         session: What does it.
-        skipped: Micro-batches before which nothing is done, as an engine rejected it there.
+        skipped: Micro-batches before which nothing is done, as an engine rejected them there.
 
     Returns:
         What was seen on the way.

@@ -124,7 +124,7 @@ def test_any_rank_of_any_number_stands_at_its_position(length, batch_size, world
 
     step = data.draw(st.integers(0, steps - 1))
     state = {**loader.state_dict(), "consumed": step * groups[0], "batches": step, "step_size": groups[0]}
-    # Another number of processes continues from there. What would come after the end is padding from the start.
+    # Another number of processes continues from there. Steps beyond the end are padding from the start.
     other = made(length, worlds[1], ranks[1], batch_size)
     other.load_state_dict(state)
     for read, rank in ((skip_first_batches(loader, step), ranks[0]), (other, ranks[1])):

@@ -961,7 +961,7 @@ def test_the_named_generators_are_synchronised(world, rng_types, same):
 
 
 class PrivateShuffle(GlobalShuffle):
-    """A sampler whose generator nobody can reach."""
+    """A sampler whose generator is not accessible."""
 
     def __iter__(self):
         indices = list(range(self.length))

@@ -80,7 +80,7 @@ def test_deepspeed(compared, case: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp2", "parts", "zero2", "zero3"])
 def test_sharded(compared, case: str):
-    # On CPUs accelerate trains whole replicas here, and saves so: the losses are the same, and the files not.
+    # On CPUs accelerate trains full replicas here, and saves so: the losses are the same, and the files not.
     both = compared("trainer", case, f"{case}_resumed", processes=2, own_launcher=True)
 
     both.assert_same_results(rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Incremental saves: what is linked, and that no checkpoint is less whole for it."""
+"""Incremental saves: what is linked, and that every checkpoint stays complete."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_file_that_was_changed_since_is_written_anew(tmp_path: Path, how: str)
         path.unlink()
     with open(path, "r+b" if how == "in place" else "wb") as file:
         file.write(damaged)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # by its time nobody sees it
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # by its time it cannot be seen
     with pytest.warns(
         UserWarning, match=rf"checkpoint_0 is damaged: its {FROZEN} is no longer what was saved"
     ):

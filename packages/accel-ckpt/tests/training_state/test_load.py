@@ -38,7 +38,7 @@ class Counter:
 
 
 class Run:
-    """One of everything, each with a state that tells whether it was loaded."""
+    """One of everything, each with a state that shows whether it was loaded."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.model = nn.Linear(2, 2)

@@ -150,7 +150,7 @@ def test_workers_change_nothing(world):
 
 
 class Divided(Stream):
-    """A stream of which each worker of a loader has its own part."""
+    """A stream of which each worker of a loader has its own shard."""
 
     def __iter__(self):
         info = get_worker_info()

@@ -22,7 +22,7 @@ class Mine(DistributedSampler):
 
 
 class Wrapped(Sampler):
-    """A sampler around one that shares out."""
+    """A sampler around one that shards."""
 
     def __init__(self, sampler):
         self.sampler = sampler

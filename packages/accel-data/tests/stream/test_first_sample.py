@@ -1,4 +1,4 @@
-"""Streams of which each process has its own part, whether they say so or not."""
+"""Streams of which each process has its own shard, whether they say so or not."""
 
 import random
 from contextlib import nullcontext

@@ -220,7 +220,7 @@ def test_a_loader_goes_on_with_other_workers(kind, workers, other, dispatch):
 
     rest = batches(again)
     assert flat(seen + rest) == flat(order)
-    assert flat(batches(again)) == flat(whole_order(kind, other, dispatch))  # the next epoch is whole
+    assert flat(batches(again)) == flat(whole_order(kind, other, dispatch))  # the next epoch is complete
     assert batches(loader) == order
 
 

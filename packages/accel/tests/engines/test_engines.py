@@ -86,7 +86,7 @@ def test_a_log_line_says_which_engine_was_chosen_and_why(caplog):
 def train(
     global_batch: int, accumulation: int, max_norm: float | None
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Train on this world's share of fixed global batches; returns global losses and the final parameters."""
+    """Train on this world's shard of fixed global batches; returns global losses and the final parameters."""
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     micro = global_batch // accelerator.num_processes // accumulation
     model = make_model()

@@ -1,4 +1,4 @@
-"""fp16 where processes hold parts of gradients: all skip the same steps, and use the same scale."""
+"""fp16 where processes have shards of gradients: all skip the same steps, and use the same scale."""
 
 from __future__ import annotations
 

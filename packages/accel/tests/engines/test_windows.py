@@ -38,7 +38,7 @@ class Layers(torch.nn.Sequential):
 
 
 def data(accelerator: Accelerator, number: int) -> torch.Tensor:
-    """This process's part of a batch."""
+    """This process's shard of a batch."""
     whole = torch.linspace(-2, 2, 24).view(6, 4) * (1 + number / 3)
     rank, size = accelerator.engine.loaders.dp_rank_and_size
     return whole.chunk(size)[rank]

@@ -279,7 +279,7 @@ def test_an_engine_and_the_mesh_of_its_one_axis_have_one_formula(
 
 
 class Layer(nn.Sequential):
-    """A layer of a stack, which FSDP shards by itself."""
+    """A layer of a stack, which FSDP shards separately."""
 
 
 class Tower(nn.Module):

@@ -79,7 +79,7 @@ def batches(step: int) -> torch.Tensor:
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
-    """Train on the process's share; returns the norms of the gradients."""
+    """Train on the process's shard of the data; returns the norms of the gradients."""
     norms = []
     for step in steps:
         for batch in batches(step):

@@ -185,7 +185,7 @@ def gathered_after_an_uneven_loop(batches: list[list[int]]) -> list[int]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This loader gives 2 batches to process 0, but only 1")
         epoch = torch.cat(list(loader))
-    mean = accelerator.gather_for_metrics(epoch.float().mean())  # nothing is padded, and nothing told
+    mean = accelerator.gather_for_metrics(epoch.float().mean())  # no padding, no warning
     assert len(mean) == 2
     return sorted(accelerator.gather_for_metrics(epoch).tolist())
 

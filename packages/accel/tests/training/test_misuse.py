@@ -1,4 +1,4 @@
-"""What trains wrongly in silence is told once, and what is lawful is not."""
+"""Loops that silently train wrongly give one warning, and correct ones none."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ LAWFUL: dict[str, Callable[[Accelerator], None]] = {
 
 
 def on_several(fsdp: bool = False) -> dict[str, list[str]]:
-    """What is told in each case."""
+    """The warning of each case."""
     found = {}
     # In debug mode what is wrong is an error.
     for case, function in {**LAWFUL, **({} if os.environ.get("ACCELERATE_DEBUG_MODE") else WRONG)}.items():

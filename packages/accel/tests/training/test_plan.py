@@ -1,4 +1,4 @@
-"""Arguments choose before the environment, and the environment before defaults; the reasons are told."""
+"""Arguments choose before the environment, and the environment before defaults; the reasons are recorded."""
 
 from __future__ import annotations
 

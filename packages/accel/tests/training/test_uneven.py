@@ -1,4 +1,4 @@
-"""Processes with fewer batches than others: told before they leave the others waiting."""
+"""Processes with fewer batches than others: a warning comes before the others hang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Part(IterableDataset):
 
 
 def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> tuple[list[str], int]:
-    """Iterate a loader; return what was told, and the number of its batches."""
+    """Iterate a loader; return the warnings, and the number of its batches."""
     dispatch = False if kind in ("stream", "sized stream") else None
     config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatch)
     accelerator = Accelerator(dataloader_config=config)
@@ -99,7 +99,7 @@ def test_one_process_has_nobody_to_wait_for():
 
 
 def trained() -> tuple[int, float]:
-    """Train on five samples, inside of the join that the warning names: nothing is told."""
+    """Train on five samples, inside of the join that the warning names: no warning."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -140,7 +140,7 @@ KINDS = ["map", "sized stream", "dispatched map", "dispatched sized stream"]
 
 
 def gathered_in_the_loop(kind: str, count: int, batch_size: int) -> tuple[list[int], list[int]]:
-    """Gather in every step, with what all processes must call together."""
+    """Gather in every step, with what all processes must call."""
     accelerator, loader = make(kind, count, batch_size)
     seen, sizes = [], []
     for batch in loader:
@@ -200,7 +200,7 @@ def make_parts(counts: tuple[int, ...]) -> tuple[Accelerator, DataLoader]:
 
 
 def gathers_parts(counts: tuple[int, ...], first: int = 1, epochs: int = 2) -> tuple[list[str], list[str]]:
-    """Gather from the `first` step on, and return what was told and raised; slow where there is less data."""
+    """Gather from the `first` step on, and return warnings and errors; slow where there is less data."""
     accelerator, loader = make_parts(counts)
     errors = []
     with warnings.catch_warnings(record=True) as caught:

@@ -36,7 +36,7 @@ class Layers(torch.nn.Sequential):
 
 
 def data(accelerator: Accelerator) -> torch.Tensor:
-    """This process's part of a batch."""
+    """This process's shard of a batch."""
     rank, size = accelerator.engine.loaders.dp_rank_and_size
     return torch.linspace(-2, 2, 24).view(6, 4).chunk(size)[rank]
 

@@ -22,7 +22,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 def test_a_function_that_needs_deepspeed_says_which_engine_there_is():
-    assert add(1) == 2  # nobody has chosen an engine yet
+    assert add(1) == 2  # no engine has been chosen yet
     assert (add.__name__, add.__doc__) == ("add", "Add.")
     Accelerator(cpu=True)
 

@@ -447,7 +447,7 @@ def test_cpu_offload_on_the_cpu_is_refused():
 
 
 def own_files(folder: str, use_orig_params: bool) -> list[Any]:
-    """Save in each process's own file, and continue from it, as another training that was evaluated before."""
+    """Save in each process's own file, and continue from it in another training that was evaluated before."""
     options = {"state_dict_type": "LOCAL_STATE_DICT", "use_orig_params": use_orig_params}
     options |= {"reshard_after_forward": "SHARD_GRAD_OP", "ignored_modules": "embed"}
     outputs = []

@@ -33,7 +33,7 @@ def make(steps: int, name: str, count: int = 1) -> tuple[Accelerator, list[Any],
 
 
 def data(accelerator: Accelerator, number: int) -> torch.Tensor:
-    """This process's part of a batch."""
+    """This process's shard of a batch."""
     rank, size = accelerator.engine.loaders.dp_rank_and_size
     return (torch.linspace(-2, 2, 24).view(6, 4) * (1 + number / 3)).chunk(size)[rank]
 

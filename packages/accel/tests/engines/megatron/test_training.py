@@ -115,7 +115,7 @@ def train(folder: str | None = None, **options: Any) -> Steps:
 
 
 def go_on(folder: str, **options: Any) -> tuple[Steps, list[str]]:
-    """Go on after two steps, perhaps in another arrangement; what was told, too."""
+    """Go on after two steps, perhaps in another arrangement; the warnings, too."""
     with shim():
         prepared = make(**options)
         with warnings.catch_warnings(record=True) as told:

@@ -1,4 +1,4 @@
-"""Which modules are sharded by themselves, and which parameters are left whole."""
+"""Which modules are sharded separately, and which parameters are not sharded."""
 
 from __future__ import annotations
 

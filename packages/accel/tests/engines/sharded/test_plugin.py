@@ -221,7 +221,7 @@ def test_a_setting_that_nothing_reads_is_told_once(version, options, reason):
     with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
     assert told[0].filename == __file__
-    dataclasses.replace(plugin)  # as engines do; nothing is told again
+    dataclasses.replace(plugin)  # as engines do; no second warning
 
 
 def test_a_sharding_strategy_is_given_once():

@@ -1,4 +1,4 @@
-"""One process and many are told to be the same training, or what differs first and why."""
+"""One process and many are reported as the same training, or what differs first and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which library computes in fp8, and what is said when it is not there."""
+"""Which library computes in fp8, and the error if it is missing."""
 
 from __future__ import annotations
 
