@@ -419,7 +419,7 @@ def refusals(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-def test_what_deepspeed_cannot_do_is_refused_with_the_alternative(world, stage):
+def test_what_deepspeed_cannot_do_is_rejected_with_the_alternative(world, stage):
     for said in world.run(refusals, stage, timeout_s=100):
         for text, hint in zip(
             said,
@@ -460,7 +460,7 @@ def refused_before_anything_starts(stage: int) -> list[str]:
     return said
 
 
-def test_what_deepspeed_would_train_wrongly_or_fail_on_is_refused(world):
+def test_what_deepspeed_would_train_wrongly_or_fail_on_is_rejected(world):
     for adafactor, lbfgs, scalar, sparse in world.run(refused_before_anything_starts, 2, timeout_s=100):
         assert "a step of Adafactor needs full" in adafactor
         assert "a step of LBFGS needs full" in lbfgs
@@ -480,7 +480,7 @@ def twice_after_one_forward() -> bool:
     return True
 
 
-def test_two_backward_passes_of_one_forward_are_refused_where_deepspeed_would_lose_one(world):
+def test_two_backward_passes_of_one_forward_are_rejected_where_deepspeed_would_lose_one(world):
     assert world.run(twice_after_one_forward, timeout_s=100) == [True, True]
 
 
@@ -569,7 +569,7 @@ def refused_in_fp16() -> str:
     return str(error.value)
 
 
-def test_fp16_is_refused_in_deepspeeds_words_where_the_processor_has_none(world):
+def test_fp16_is_rejected_in_deepspeeds_words_where_the_processor_has_none(world):
     assert "Use mixed_precision='bf16'" in world.run(refused_in_fp16, timeout_s=100)[0]
 
 
@@ -611,7 +611,7 @@ def at_stage_0() -> bool:
     return True
 
 
-def test_fp16_is_refused_at_stage_0_where_deepspeed_scales_no_loss(world):
+def test_fp16_is_rejected_at_stage_0_where_deepspeed_scales_no_loss(world):
     assert world.run(at_stage_0, timeout_s=100) == [True, True]
 
 
@@ -771,7 +771,7 @@ NO_LAUNCHER = dict.fromkeys(
 )
 
 
-def test_one_process_that_nobody_launched(world):
+def test_one_process_that_no_launcher_started(world):
     (losses,) = world.run(alone, size=1, init=False, env=NO_LAUNCHER, timeout_s=100)
 
     assert losses == pytest.approx(plain(), rel=1e-5)
@@ -815,7 +815,7 @@ def retry(stage: int) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("stage", [0, *SHARDED])
-def test_a_loop_begins_anew_with_batches_that_fit(world, stage):
+def test_a_loop_begins_again_with_batches_that_fit(world, stage):
     for losses, batch_size in world.run(retry, stage, timeout_s=100):
         assert batch_size == 2
         assert losses == pytest.approx(plain(), rel=1e-5)
@@ -832,7 +832,7 @@ def with_an_old_state() -> bool:
     return True
 
 
-def test_an_optimizer_that_has_stepped_is_refused(world):
+def test_an_optimizer_that_has_stepped_is_rejected(world):
     assert world.run(with_an_old_state, timeout_s=100) == [True, True]
 
 
@@ -874,7 +874,7 @@ def loaded(stage: int | None, folder: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint .* saved on")
 @pytest.mark.parametrize("stage", range(4))
-def test_a_checkpoint_restores_the_same_objects_and_is_refused_where_it_does_not_fit(world, stage, tmp_path):
+def test_a_checkpoint_restores_the_same_objects_and_is_rejected_where_it_does_not_fit(world, stage, tmp_path):
     folder = str(tmp_path / "saved")
     for after, again in world.run(saved, stage, folder, timeout_s=100):
         assert again == after
@@ -894,7 +894,7 @@ def saved_by_ddp(folder: str) -> None:
     accelerator.end_training()
 
 
-def test_another_engines_checkpoint_is_refused(world, tmp_path):
+def test_another_engines_checkpoint_is_rejected(world, tmp_path):
     world.run(saved_by_ddp, str(tmp_path / "saved"), timeout_s=100)
 
     assert "load_checkpoint_in_model" in world.run(loaded, 2, str(tmp_path / "saved"), timeout_s=100)[0]
@@ -909,5 +909,5 @@ def without_gathering(folder: str) -> str:
     return str(error.value)
 
 
-def test_gathering_all_weights_under_zero3_has_to_be_asked_for(world, tmp_path):
+def test_gathering_all_weights_under_zero3_has_to_be_requested(world, tmp_path):
     assert "zero_to_fp32.py" in world.run(without_gathering, str(tmp_path), timeout_s=100)[0]

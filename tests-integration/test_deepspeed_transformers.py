@@ -144,7 +144,7 @@ def plain_mean(count: int) -> list[float]:
     return losses
 
 
-def test_a_model_is_shared_out_while_it_is_built(world):
+def test_a_model_is_sharded_while_it_is_built(world):
     for known, unknown, shape, losses, filled in world.run(built_in_parts, timeout_s=100):
         assert (known, unknown) == (True, False)
         assert shape == (0,)
@@ -298,7 +298,7 @@ def test_processes_that_share_sequences_train_as_one(world, config, kind, window
         torch.testing.assert_close(seen["weights"], expected["weights"], rtol=0, atol=1e-6)
 
 
-def test_processes_that_share_sequences_find_the_norm_of_gradients_in_fp32_beside_bf16(world):
+def test_processes_that_share_sequences_find_the_norm_of_gradients_in_fp32_next_to_bf16(world):
     config = zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}}
     expected = alone(2, "weight", 1)["norms"]
 
@@ -381,7 +381,7 @@ def without_groups() -> list[str]:
     return said
 
 
-def test_sequence_parallelism_is_refused_where_it_cannot_be(world):
+def test_sequence_parallelism_is_rejected_where_it_cannot_be(world):
     said = world.run(without_groups, timeout_s=100)[0]
 
     assert "Pass a DeepSpeedPlugin too" in said[0]

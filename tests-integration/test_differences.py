@@ -27,7 +27,7 @@ def test_each_pass_of_a_seedable_sampler_is_an_epoch():
     assert again.tolist() == first.tolist()
 
 
-def test_a_loop_that_skips_by_itself_goes_on_as_it_did(tmp_path: Path):
+def test_a_loop_that_skips_by_itself_continues_as_it_did(tmp_path: Path):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=2))
     batches = iter(loader)

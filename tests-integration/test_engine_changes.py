@@ -296,7 +296,7 @@ def train_a_temperature(loop: Loop) -> None:
 
 
 @over_engines
-def test_a_tensor_that_only_the_optimizer_has_is_trained_or_refused_everywhere(world, case):
+def test_a_tensor_that_only_the_optimizer_has_is_trained_or_rejected_everywhere(world, case):
     if case in ZERO:
         assert_refused(world, train_a_temperature, case, "AdamW", "shape ()", "a torch.nn.Parameter")
     else:
@@ -314,7 +314,7 @@ def add_a_group(loop: Loop) -> None:
 
 
 @over_engines
-def test_a_group_that_is_added_after_prepare_is_trained_or_refused(world, case):
+def test_a_group_that_is_added_after_prepare_is_trained_or_rejected(world, case):
     if case in COPIES:
         assert_refused(world, add_a_group, case, "AdamW", "lr=0")
     else:

@@ -223,6 +223,6 @@ def resume_window(folder: str, resumes: bool) -> list[float]:
     return [float(value.double().sum()) for value in net.state_dict().values()]
 
 
-def test_a_window_goes_on_where_a_hook_takes_the_model(world: Any, tmp_path: Path) -> None:
+def test_a_window_continues_where_a_hook_takes_the_model(world: Any, tmp_path: Path) -> None:
     resumed = world.run(resume_window, str(tmp_path / "state"), True, size=1)
     assert resumed == world.run(resume_window, str(tmp_path / "state"), False, size=1)

@@ -434,7 +434,7 @@ def train_beside_a_teacher(case: str) -> list[float]:
 
 
 @over_engines
-def test_a_frozen_model_beside_the_trained_one(world, case):
+def test_a_frozen_model_next_to_the_trained_one(world, case):
     student, teacher = make_model(0), make_model(1)
     optimizer = make_optimizer(student)
     expected = []

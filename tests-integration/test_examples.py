@@ -170,7 +170,7 @@ def test_the_launchers_accumulation_flag_comes_before_the_scripts(run, launched)
 
 
 @pytest.mark.parametrize("script", [IMAGES, LANGUAGE])
-def test_a_batch_that_cannot_be_cut_is_refused(world, script):
+def test_a_batch_that_cannot_be_cut_is_rejected(world, script):
     message = "ValueError: --batch_size 48 cannot be cut into --gradient_accumulation_steps 5"
     options = ["--batch_size", "48", "--gradient_accumulation_steps", "5"]
     with pytest.raises(WorldFailure, match=message):
@@ -280,7 +280,7 @@ def test_text_is_written_once_and_whole(world, tmp_path):
     assert step_losses("".join(again)) == losses
 
 
-def test_a_batch_larger_than_the_text_is_refused(world, text_cache):
+def test_a_batch_larger_than_the_text_is_rejected(world, text_cache):
     options = ["--batch_size", "100000000", "--cache_dir", text_cache]
     with pytest.raises(WorldFailure, match=r"ValueError: .*take a smaller batch or --block_size"):
         world.run(run_program, str(LANGUAGE), *options, size=1, init=False, env=ALONE, timeout_s=100)

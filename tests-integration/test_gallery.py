@@ -65,7 +65,7 @@ def same(printed, expected):
 
 
 @pytest.mark.parametrize(("micro_batches", "size"), [(1, 1), (4, 2)])
-def test_accumulated_steps_are_those_of_the_whole_batch(run, micro_batches, size):
+def test_accumulated_steps_are_those_of_the_full_batch(run, micro_batches, size):
     printed = run("gradient_accumulation", "--micro_batches", micro_batches, size=size)
 
     same(printed, run("gradient_accumulation"))
@@ -109,7 +109,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, size):
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 4), (2, 1)])
-def test_another_number_of_processes_goes_on_alike(run, tmp_path, saved_by, loaded_by):
+def test_another_number_of_processes_continues_equally(run, tmp_path, saved_by, loaded_by):
     whole = run("elastic_resume", "--project_dir", tmp_path / "none")
     first = run("elastic_resume", "--project_dir", tmp_path / "run", "--stop_after", 30, size=saved_by)
     second = run("elastic_resume", "--project_dir", tmp_path / "run", size=loaded_by)
@@ -120,7 +120,7 @@ def test_another_number_of_processes_goes_on_alike(run, tmp_path, saved_by, load
     assert losses(first) | losses(second) == pytest.approx(losses(whole), abs=TOLERANCE)
 
 
-def test_a_preempted_run_exits_and_the_same_command_goes_on(launched, run, tmp_path):
+def test_a_preempted_run_exits_and_the_same_command_continues(launched, run, tmp_path):
     whole = run("preemption", "--project_dir", tmp_path / "whole", size=2)
     command = (path_of("preemption"), "--project_dir", str(tmp_path / "run"))
     first = launched(*command, "--signal_at_step", "25", launch_args=["--cpu"])

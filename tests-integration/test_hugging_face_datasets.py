@@ -114,7 +114,7 @@ def resumed(variant: str, dispatch: bool | None, workers: int, folder: str) -> l
 @pytest.mark.parametrize("dispatch", [None, False])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_stream_goes_on_where_it_was(world, tmp_path, variant, workers, dispatch):
+def test_a_stream_continues_where_it_was(world, tmp_path, variant, workers, dispatch):
     folder = str(tmp_path / "state")
     epochs, seen = world.run(stopped, variant, dispatch, workers, folder, size=2, timeout_s=60)[0]
     assert seen == epochs[1][: len(seen)]
@@ -148,7 +148,7 @@ def test_rows_that_were_handed_out_are_not_read_again():
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_a_loader_of_torchdata_goes_on_from_the_state_of_a_prepared_one():
+def test_a_loader_of_torchdata_continues_from_the_state_of_a_prepared_one():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def state_of(variant):
@@ -216,14 +216,14 @@ def refused(kind: str) -> str:
         ("split apart", "lengths: 40 on process 0, 40 on process 1"),
     ],
 )
-def test_other_parts_are_refused_on_every_process(world, kind, message):
+def test_other_parts_are_rejected_on_every_process(world, kind, message):
     first, second = world.run(refused, kind, timeout_s=30)
 
     assert first == second
     assert message in first
 
 
-def test_a_part_goes_on_on_as_many_processes_only():
+def test_a_part_continues_on_as_many_processes_only():
     def make(rank, size):
         part = split_dataset_by_node(stream("torch"), rank, size)
         loader = DataLoader(part, BATCH_SIZE)
@@ -288,7 +288,7 @@ def test_each_process_opens_a_file_of_its_own(world, seed, kwargs):
 
 
 @pytest.mark.parametrize("dispatch", [None, False])
-def test_the_files_of_a_process_may_be_asked_for_without_a_process_group(dispatch):
+def test_the_files_of_a_process_may_be_requested_without_a_process_group(dispatch):
     shares = []
     for rank in range(2):
         loader = prepare_data_loader(
@@ -311,7 +311,7 @@ def test_a_file_for_each_process_goes_through_workers(world):
     ("count", "seeds", "kwargs"),
     [(2, (1, 2), {}), (4, (None,), {}), (2, (None,), {"dispatch_batches": True})],
 )
-def test_other_streams_are_handed_out_whole(world, count, seeds, kwargs):
+def test_other_streams_are_dispatched_unsplit(world, count, seeds, kwargs):
     """Among them one that is shuffled without a seed, which has another order of files on each process."""
     first, second = world.run(read_files, count, seeds, timeout_s=60, **kwargs)
 
@@ -334,7 +334,7 @@ def goes_on() -> tuple[list[int], list[int], tuple[int, int]]:
     return rows, [i for batch in again for i in batch["i"].tolist()], state["part"]
 
 
-def test_a_file_for_each_process_goes_on_where_it_was(world):
+def test_a_file_for_each_process_continues_where_it_was(world):
     for rank, (rows, rest, part) in enumerate(world.run(goes_on, timeout_s=60)):
         assert rest == rows[2:]
         assert tuple(part) == (rank, 2)

@@ -85,7 +85,7 @@ def test_the_failing_ranks_traceback_is_in_the_cell(run_cells: Any) -> None:
     assert "in fail" in str(error.value)
 
 
-def test_an_accelerator_made_before_is_refused_with_the_fix(run_cells: Any) -> None:
+def test_an_accelerator_made_before_is_rejected_with_the_fix(run_cells: Any) -> None:
     with pytest.raises(CellExecutionError) as error:
         run_cells(
             "from accel import Accelerator, notebook_launcher\naccelerator = Accelerator(cpu=True)",

@@ -114,7 +114,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_a_part_of_a_sequence_cannot_do_is_refused(world):
+def test_what_a_part_of_a_sequence_cannot_do_is_rejected(world):
     found = world.run(refusals, timeout_s=100)[0]
 
     assert "attn_implementation='eager'" in found["eager"]

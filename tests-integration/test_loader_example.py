@@ -65,7 +65,7 @@ def test_losses_do_not_depend_on_processes_and_workers(run, args):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_another_number_of_processes(run, tmp_path, before, after):
+def test_a_run_continues_with_another_number_of_processes(run, tmp_path, before, after):
     """It stops within the second epoch, and every loss after that is the uninterrupted run's."""
     stop = STEPS_PER_EPOCH + 10
     checkpoint = str(tmp_path / "state.pt")

@@ -482,7 +482,7 @@ def engine_of() -> str:
 
 
 @pytest.mark.parametrize(("engine", "flags"), ROWS, ids=lambda text: text[:60])
-def test_the_table_of_engines_asks_for_what_it_says(world, capfd, tmp_path, engine, flags) -> None:
+def test_the_table_of_engines_requests_what_it_says(world, capfd, tmp_path, engine, flags) -> None:
     from accel_launch.cli import main
 
     script = tmp_path / "train.py"
@@ -503,7 +503,7 @@ def test_the_table_of_engines_asks_for_what_it_says(world, capfd, tmp_path, engi
     assert {*found} == {engine}
 
 
-def test_the_table_of_engines_is_read_whole() -> None:
+def test_the_table_of_engines_is_read_in_full() -> None:
     assert len(ROWS) == 9
 
 

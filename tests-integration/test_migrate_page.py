@@ -82,7 +82,7 @@ def collected_from(file: str) -> set[str]:
 BETTER, DIFFERENCES = rows(section("What is better")), rows(section("What differs, and why"))
 
 
-def test_the_tables_are_read_whole():
+def test_the_tables_are_read_in_full():
     assert len(BETTER) >= 12
     assert len(DIFFERENCES) >= 40
     assert {len(row) for row in BETTER} == {3}

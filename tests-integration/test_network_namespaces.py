@@ -192,7 +192,7 @@ def test_a_killed_worker_is_started_again_and_resumes(
     assert_trained(tmp_path)
 
 
-def test_a_machine_joins_is_lost_and_the_run_goes_on(
+def test_a_machine_joins_is_lost_and_the_run_continues(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -170,7 +170,7 @@ def test_a_schedule_free_run_resumes_where_it_was(name, tmp_path):
     assert_equal(weights(second[1]), weights(first[1]))
 
 
-def test_a_schedule_free_step_in_evaluation_mode_is_refused_by_the_library():
+def test_a_schedule_free_step_in_evaluation_mode_is_rejected_by_the_library():
     accelerator, model = Accelerator(), make_model()
     model, optimizer = accelerator.prepare(model, SCHEDULE_FREE["AdamW"](model.parameters()))
     optimizer.eval()
@@ -393,7 +393,7 @@ def test_lomo_clips_by_its_own_norm():
         torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_what_lomo_has_used_up_already_is_told():
+def test_clipping_what_lomo_has_used_up_already_is_reported():
     accelerator, model = Accelerator(), make_model()
     model, _ = accelerator.prepare(model, lomo(model))
     accelerator.backward(loss_of(model, batches(1)[0]))
@@ -419,7 +419,7 @@ def test_lomo_in_bf16_trains():
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_lomo_is_refused_where_its_steps_would_be_wrong():
+def test_lomo_is_rejected_where_its_steps_would_be_wrong():
     model = make_model()
     with pytest.raises(ValueError, match=r"Lomo steps during .* Use mixed_precision='bf16' or 'no'"):
         Accelerator(mixed_precision="fp16").prepare(model, lomo(model))
@@ -449,7 +449,7 @@ def lomo_on_two() -> str:
     return str(error.value)
 
 
-def test_lomo_on_several_processes_is_refused(world):
+def test_lomo_on_several_processes_is_rejected(world):
     assert "before the gradients of 2 processes are averaged" in world.run(lomo_on_two, timeout_s=SLOW_S)[0]
 
 

@@ -71,7 +71,7 @@ def test_a_save_in_the_background_has_the_values_of_its_call(device: str, tmp_pa
 
 @on_devices
 @pytest.mark.parametrize("blocking", [True, False])
-def test_training_goes_on_with_the_same_random_numbers(device: str, blocking: bool, tmp_path: Path) -> None:
+def test_training_continues_with_the_same_random_numbers(device: str, blocking: bool, tmp_path: Path) -> None:
     accelerator, model, optimizer = make(device)
     folder = str(tmp_path / "state")
     step(accelerator, model, optimizer)
@@ -89,7 +89,7 @@ def test_training_goes_on_with_the_same_random_numbers(device: str, blocking: bo
 
 
 @on_devices
-def test_a_new_run_goes_on_with_the_same_random_numbers(device: str, tmp_path: Path) -> None:
+def test_a_new_run_continues_with_the_same_random_numbers(device: str, tmp_path: Path) -> None:
     accelerator, model, optimizer = make(device)
     step(accelerator, model, optimizer)
     accelerator.save_state(str(tmp_path / "state"))

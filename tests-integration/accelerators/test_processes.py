@@ -219,7 +219,7 @@ def sharded_without_a_launcher() -> tuple[str, str]:
 
 
 @on_devices
-def test_a_process_that_nobody_launched_shards_on_its_device(world, device: str) -> None:
+def test_a_process_that_no_launcher_started_shards_on_its_device(world, device: str) -> None:
     unlaunched = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"))
     found = world.run(
         sharded_without_a_launcher,

@@ -77,7 +77,7 @@ def test_an_adapter_brings_a_model_from_the_disk_to_memory(plain: Model):
     assert torch.equal(logits(model), logits(plain))
 
 
-def test_an_adapter_is_trained_beside_weights_on_the_disk(plain: Model):
+def test_an_adapter_is_trained_next_to_weights_on_the_disk(plain: Model):
     options = {**LORA, "target_modules": ["layers.1.self_attn.q_proj", "layers.3.mlp.down_proj"]}
     models = []
     for base in (make(), load()):

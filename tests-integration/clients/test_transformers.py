@@ -179,7 +179,7 @@ def test_generate(plain: Model, saved: Path, beams: int):
 
 @pytest.mark.parametrize("plain", ["gpt2"], indirect=True)
 @pytest.mark.parametrize("saved", ["5GB"], indirect=True)
-def test_a_model_whole_in_memory(plain: Model, saved: Path):
+def test_a_full_model_in_memory(plain: Model, saved: Path):
     for device_map in ("auto", "cpu", {"": "cpu"}):
         model = type(plain).from_pretrained(saved, device_map=device_map)
 

@@ -139,7 +139,7 @@ def test_the_readme_shows_what_the_table_has_and_every_miss_with_a_mark():
     assert not any("TensorDataset" in name for name in HEADLINES)
 
 
-def test_headlines_are_all_rows_that_miss_beside_those_that_are_chosen():
+def test_headlines_are_all_rows_that_miss_next_to_those_that_are_chosen():
     rows = [
         Row("other", 3.0, 2.0),
         Row("quiet", 1.0, 2.0),
@@ -203,7 +203,7 @@ def test_write_replaces_the_last_table_and_nothing_else(tmp_path):
     assert page.read_text() == f"before\n{BEGIN}\n\nnote 2\n\ntable 2\n\n{END}\nafter\n"
 
 
-def test_write_refuses_a_page_without_marks(tmp_path):
+def test_write_rejects_a_page_without_marks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no place here")
 

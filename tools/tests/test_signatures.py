@@ -68,7 +68,7 @@ def test_a_signature_hidden_by_a_decorator_says_nothing():
     assert differences("(...)", inspect.signature(same)) == []
 
 
-def test_unset_and_factory_ask_for_any_default():
+def test_unset_and_factory_request_any_default():
     @dataclass
     class Options:
         sizes: list[int] = field(default_factory=list)

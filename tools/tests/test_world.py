@@ -204,7 +204,7 @@ def test_exception_while_the_other_rank_is_stuck(world):
     assert after[1] != pids[1]
 
 
-def test_a_run_with_a_handler_of_its_own_leaves_stacks_to_be_told(world):
+def test_a_run_with_a_handler_of_its_own_leaves_stacks_to_be_reported(world):
     world.run(take_the_signal)
     with pytest.raises(WorldFailure, match="rank 1 stuck") as info:
         world.run(sleep_on, 1, 60.0, timeout_s=0.5)
@@ -242,7 +242,7 @@ def test_a_dead_worker_is_reported_and_replaced(world, function, args, account):
     assert world.run(add_ranks, 0) == [1, 1]
 
 
-def test_a_dead_worker_with_a_living_child_is_noticed_at_once(world):
+def test_a_dead_worker_with_a_living_child_is_noticed_immediately(world):
     begin = time.monotonic()
     with pytest.raises(WorldFailure, match="rank 0 died"):
         world.run(exit_and_leave_a_child, size=1, init=False)

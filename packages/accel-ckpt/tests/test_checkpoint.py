@@ -89,7 +89,7 @@ def load_and_go_on(kind: str, folder: str) -> list[float]:
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize(("kind", "size"), [("plain", 1), ("ddp", 2), ("sharded", 2)])
-def test_a_run_goes_on_bit_for_bit(world, tmp_path, kind, size, blocking):
+def test_a_run_continues_bit_for_bit(world, tmp_path, kind, size, blocking):
     folder = str(tmp_path / "run" / "checkpoint_3")
     expected = world.run(save_and_go_on, kind, folder, blocking, size=size)
     assert world.run(load_and_go_on, kind, folder, size=size) == expected
@@ -132,7 +132,7 @@ def refuses_whole_weights(folder: str) -> str:
     return str(caught.value)
 
 
-def test_whole_weights_are_refused_for_a_sharded_model(world, tmp_path):
+def test_full_weights_are_rejected_for_a_sharded_model(world, tmp_path):
     folder = str(tmp_path / "checkpoint_3")
     world.run(save_and_go_on, "ddp", folder)
     for message in world.run(refuses_whole_weights, folder):
@@ -147,7 +147,7 @@ def refuses_a_stranger(folder: str) -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_of_no_model_is_refused_before_anything_is_written(world, tmp_path):
+def test_an_optimizer_of_no_model_is_rejected_before_anything_is_written(world, tmp_path):
     world.run(refuses_a_stranger, str(tmp_path / "run"))
     assert os.listdir(tmp_path) == []
 

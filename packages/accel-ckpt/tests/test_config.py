@@ -5,7 +5,7 @@ import pytest
 from accel_ckpt.config import ProjectConfiguration
 
 
-def test_logs_are_in_the_project_unless_told() -> None:
+def test_logs_are_in_the_project_unless_set() -> None:
     assert ProjectConfiguration(project_dir="here").logging_dir == "here"
     assert ProjectConfiguration(project_dir="here", logging_dir="there").logging_dir == "there"
     assert ProjectConfiguration().logging_dir is None
@@ -26,6 +26,6 @@ def test_set_directories() -> None:
         ({"iteration": -1}, "iteration must be at least 0, not -1"),
     ],
 )
-def test_impossible_numbers_are_refused(options: dict[str, int], message: str) -> None:
+def test_impossible_numbers_are_rejected(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ProjectConfiguration(**options)

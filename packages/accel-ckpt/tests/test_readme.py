@@ -23,7 +23,7 @@ def run_in(folder, example):
     dist.destroy_process_group()
 
 
-def test_the_first_example_goes_on_where_it_was(fresh_state, tmp_path, monkeypatch):
+def test_the_first_example_continues_where_it_was(fresh_state, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     steps = [run(EXAMPLE) for _ in range(3)]
 

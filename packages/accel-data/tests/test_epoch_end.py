@@ -195,7 +195,7 @@ def test_a_place_left_by_a_break_at_the_last_batch_is_the_end():
     assert alone(state=state).state_dict() == state
 
 
-def test_skipping_what_is_left_is_told():
+def test_skipping_what_is_left_is_reported():
     loader = alone(state=state_at(3))
     with pytest.warns(match="Nothing is left of epoch 0 after its first 5 batches"):
         assert batches(skip_first_batches(loader, 5)) == []
@@ -224,7 +224,7 @@ BATCHES = [[0, 1], [2], [3, 4], [5], [6, 7, 8]]  # 3 steps of 2 processes
 
 
 @pytest.mark.parametrize("sampling", [{"batch_size": 2, "shuffle": True}, {"batch_sampler": BATCHES}])
-def test_the_epoch_goes_on_while_another_process_has_a_batch(sampling):
+def test_the_epoch_continues_while_another_process_has_a_batch(sampling):
     def make(rank):
         loader = DataLoader(range(LENGTH), **sampling)
         return prepare_data_loader(loader, num_processes=2, process_index=rank, even_batches=False)

@@ -85,7 +85,9 @@ def key_of(loader, epoch=0):
     even=st.booleans(),
 )
 @pytest.mark.usefixtures("kind")
-def test_a_run_goes_on_with_any_number_of_processes(length, batch_size, processes, stop, epoch, split, even):
+def test_a_run_continues_with_any_number_of_processes(
+    length, batch_size, processes, stop, epoch, split, even
+):
     size = batch_size * (processes[0] * processes[1] if split else 1)
     options = {"split_batches": split, "even_batches": even}
     expected = KeyedPermutation(length, mix_seed(5, epoch)).at(torch.arange(length)).tolist()
@@ -151,7 +153,7 @@ def read_on_one_of_several(length, stop, states, dispatch):
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_processes_share_one_order_and_go_on_as_others(world, dispatch):
+def test_processes_share_one_order_and_continue_as_others(world, dispatch):
     length, expected = 40, KeyedPermutation(40, mix_seed(5, 0)).at(torch.arange(40)).tolist()
     for before, after in ((1, 2), (2, 3), (4, 1)):
         begun = world.run(read_on_one_of_several, length, 2, [], dispatch, size=before)
@@ -185,7 +187,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("processes", [1, 1024, 65_536])
-def test_a_share_of_ten_thousand_million_begins_anywhere_alike(processes):
+def test_a_shard_of_ten_billion_begins_anywhere_equally(processes):
     calls = []
     for start in (0, 0.5, 0.9):
         loader = made(HUGE, processes, processes // 2, 8)
@@ -263,7 +265,7 @@ def test_skipping_by_seeking_is_skipping_by_walking(length, skipped, batch_size,
     assert [[torch.as_tensor(batch).tolist() for batch in short] for _ in range(2)] == expected
 
 
-def test_orders_are_keyed_from_a_size_on_unless_asked_for_otherwise():
+def test_orders_are_keyed_from_a_size_on_unless_requested_otherwise():
     def is_keyed(length, **kwargs):
         return made(length, **kwargs).get_sampler().is_keyed
 
@@ -295,7 +297,7 @@ def test_samples_that_may_come_twice_are_drawn_by_torch():
 
 
 @pytest.mark.parametrize("orders", [("torch", "keyed"), ("keyed", "torch")])
-def test_a_run_goes_on_in_the_order_in_which_it_began(orders):
+def test_a_run_continues_in_the_order_in_which_it_began(orders):
     first, second = (made(20, order=order) for order in orders)
     whole = real_samples([made(20, order=orders[0])])
     seen = real_samples([first], 3)
@@ -307,7 +309,7 @@ def test_a_run_goes_on_in_the_order_in_which_it_began(orders):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_plain_stateful_loaders_refuse_what_torch_does_not_draw():
+def test_plain_stateful_loaders_reject_what_torch_does_not_draw():
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     state = made(20, use_stateful_dataloader=True).state_dict()
     assert not set(state) & {"_num_yielded", "_snapshot"}
@@ -324,7 +326,7 @@ def test_plain_stateful_loaders_refuse_what_torch_does_not_draw():
     assert real_samples([loader]) == KeyedPermutation(20, key_of(loader, 1)).at(torch.arange(20)).tolist()
 
 
-def test_other_orders_are_refused():
+def test_other_orders_are_rejected():
     with pytest.raises(ValueError, match="order must be 'torch', 'keyed' or None, but it is 'random'"):
         made(10, order="random")
 

@@ -210,7 +210,7 @@ def test_processes_together_see_a_stream_once(size, split, even, drop_last):
 
 
 @given(sizes, st.booleans())
-def test_a_batch_sampler_of_another_class_is_shared_out(size, drop_last):
+def test_a_batch_sampler_of_another_class_is_sharded(size, drop_last):
     length, batch_size, processes = size
 
     def make():
@@ -545,7 +545,7 @@ class Sized(Stream):
         (Stream(10), None, "has no more"),
     ],
 )
-def test_skipping_more_than_there_is_gives_an_empty_pass_and_tells(data, options, has):
+def test_skipping_more_than_there_is_gives_an_empty_pass_and_a_warning(data, options, has):
     loader = DataLoader(data, 4)
     if options is not None:
         loader = prepare_data_loader(loader, num_processes=1, process_index=0, **options)
@@ -560,7 +560,7 @@ def test_skipping_more_than_there_is_gives_an_empty_pass_and_tells(data, options
         assert list(skip_first_batches(loader, 3)) == []  # it is left out as a whole: nothing to tell
 
 
-def test_skipping_more_than_a_plain_loader_has_is_told():
+def test_skipping_more_than_a_plain_loader_has_is_reported():
     with pytest.warns(UserWarning, match="Nothing is left after skipping 4 batches: the loader has 3"):
         skipped = skip_first_batches(DataLoader(range(10), 4), 4)
 
@@ -628,7 +628,7 @@ class PerRank:
         ),
     ],
 )
-def test_what_is_shared_out_for_others_is_refused(make, message):
+def test_what_is_sharded_for_others_is_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         prepare_data_loader(make(), num_processes=2, process_index=0, dispatch_batches=False)
 
@@ -641,7 +641,7 @@ def test_what_is_shared_out_for_others_is_refused(make, message):
         lambda: DataLoader(IterableDatasetShard(Stream(8))),
     ],
 )
-def test_what_is_shared_out_is_not_dispatched(make):
+def test_what_is_sharded_is_not_dispatched(make):
     with pytest.raises(ValueError, match=r"process 0 would send only its own shard.*dispatch_batches=False"):
         prepare_data_loader(make(), num_processes=1, process_index=0, dispatch_batches=True)
 
@@ -682,7 +682,7 @@ def test_batch_size_none_with_a_stream_of_batches():
     assert batches[1] == [[2, 3], [6, 7], [0, 1]]
 
 
-def test_a_stream_is_told_its_epoch():
+def test_a_stream_gets_its_epoch():
     data = Stream(3)
     loader = prepare_data_loader(DataLoader(data), num_processes=1, process_index=0)
     list(loader)
@@ -846,7 +846,7 @@ def test_an_epoch_may_be_shorter_than_the_data():
     assert len(prepared) == 4
 
 
-def test_ignored_settings_are_told():
+def test_ignored_settings_are_reported():
     with pytest.warns(UserWarning, match="slice_fn_for_dispatch is ignored"):
         prepare_data_loader(DataLoader(range(3)), slice_fn_for_dispatch=lambda *args, **kwargs: None)
     with pytest.warns(UserWarning, match="in_order=False"):
@@ -895,7 +895,7 @@ class NoLength:
         ),
     ],
 )
-def test_bad_input_is_refused(make, kwargs, error, message):
+def test_bad_input_is_rejected(make, kwargs, error, message):
     with pytest.raises(error, match=message):
         prepare_data_loader(make(), **{"num_processes": 2, "process_index": 0, **kwargs})
 
@@ -904,7 +904,7 @@ def test_bad_input_is_refused(make, kwargs, error, message):
     ("skip", "error", "message"),
     [(-1, ValueError, "-1"), ("2", TypeError, "'2'")],
 )
-def test_bad_skips_are_refused(skip, error, message):
+def test_bad_skips_are_rejected(skip, error, message):
     with pytest.raises(error, match=message):
         skip_first_batches(prepare_data_loader(DataLoader(range(3))), skip)
 

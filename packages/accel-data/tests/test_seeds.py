@@ -397,7 +397,7 @@ def seed_or_error(index):
 
 
 @pytest.mark.parametrize("index", ["a key", 1.5, None, (1, 2)])
-def test_an_index_that_is_no_integer_is_refused(index):
+def test_an_index_that_is_no_integer_is_rejected(index):
     class Keys(Seeds):
         def __getitem__(self, _):
             return sample_seed(index)
@@ -426,7 +426,7 @@ def read_in_world(kind, dispatch):
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "stream"])
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_processes_that_are_seeded_differently_augment_alike(world, kind, dispatch):
+def test_processes_that_are_seeded_differently_augment_equally(world, kind, dispatch):
     ((expected, seed),) = world.run(read_in_world, kind, dispatch, size=1)
     results = world.run(read_in_world, kind, dispatch, size=2)
 

@@ -218,7 +218,7 @@ def test_notebook_launcher_leaves_signals_as_they_were() -> None:
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_a_process_with_a_state_is_refused() -> None:
+def test_a_process_with_a_state_is_rejected() -> None:
     from accel_state.process.state import PartialState
 
     PartialState(cpu=True)
@@ -228,7 +228,7 @@ def test_a_process_with_a_state_is_refused() -> None:
         debug_launcher(fail_on_rank_1)
 
 
-def test_a_process_with_a_group_is_refused(tmp_path: Path) -> None:
+def test_a_process_with_a_group_is_rejected(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(LaunchError, match="has a process group already"):
@@ -245,12 +245,12 @@ def test_a_process_with_a_group_is_refused(tmp_path: Path) -> None:
         ({"num_processes": 2, "mixed_precision": "fp17"}, "fp17"),
     ],
 )
-def test_bad_numbers_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_numbers_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         notebook_launcher(fail_on_rank_1, **options)
 
 
-def test_a_port_in_use_is_refused() -> None:
+def test_a_port_in_use_is_rejected() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"Port {port} .* is in use"):

@@ -78,7 +78,7 @@ def test_a_tensor_that_stays_where_it_is_stays_the_same_object():
 
 
 @pytest.mark.parametrize("given", [torch.float64, "float64", "torch.float64"])
-def test_the_dtype_asked_for_or_the_present_one(given):
+def test_the_dtype_requested_or_the_current_one(given):
     model = Net()
 
     set_module_tensor_to_device(model, "scale", "cpu", value=torch.tensor([3, 4]))
@@ -187,7 +187,7 @@ def check_dtensors() -> None:
     assert torch.equal(model.weight.full_tensor(), whole + 1)
 
 
-def test_a_dtensor_takes_its_part_of_a_whole_value(world):
+def test_a_dtensor_takes_its_shard_of_a_full_value(world):
     world.run(check_dtensors)
 
 

@@ -108,7 +108,7 @@ def without_generator(missing: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_process_without_the_generator_raises_and_hangs_nobody(world, missing):
+def test_a_process_without_the_generator_raises_and_does_not_hang(world, missing):
     results = world.run(without_generator, missing, size=3)
 
     raising = [rank for rank, (message, _) in enumerate(results) if "needs a torch.Generator" in message]

@@ -22,7 +22,7 @@ def test_a_hook_needs_ddp() -> None:
     DistributedDataParallelKwargs().register_comm_hook(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_options_without_power_sgd_are_told() -> None:
+def test_options_without_power_sgd_are_reported() -> None:
     with pytest.warns(UserWarning, match=r"comm_state_option=.* is ignored.*comm_hook is 'no'"):
         DistributedDataParallelKwargs(comm_state_option=POWER).register_comm_hook(nn.Linear(1, 1))  # type: ignore[arg-type]
 

@@ -50,12 +50,12 @@ def test_defaults_are_torchs() -> None:
         ({"growth_interval": 0}, "growth_interval must be at least 1, not 0"),
     ],
 )
-def test_a_scaler_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_scaler_option_out_of_range_is_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GradScalerKwargs(**options)
 
 
-def test_an_unknown_hook_or_wrapper_is_refused() -> None:
+def test_an_unknown_hook_or_wrapper_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"fp4.*power_sgd"):
         DistributedDataParallelKwargs(comm_hook="fp4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="comm_wrapper must be one of no, fp16, bf16, not 'fp8'"):

@@ -64,7 +64,7 @@ def test_backward_steps_and_step_does_nothing_more() -> None:
         ({"num_processes": 1, "has_scaler": True}, "Use mixed_precision='bf16' or 'no'"),
     ],
 )
-def test_where_its_steps_would_be_wrong_it_is_refused(where: Any, message: str) -> None:
+def test_where_its_steps_would_be_wrong_it_is_rejected(where: Any, message: str) -> None:
     model, optimizer = make()
     with pytest.raises(ValueError, match=f"StepsInBackward steps during .*{message}"):
         check_lomo(optimizer, **where)
@@ -72,17 +72,17 @@ def test_where_its_steps_would_be_wrong_it_is_refused(where: Any, message: str) 
     check_lomo(optimizer, num_processes=1, has_scaler=False)
 
 
-def test_two_of_them_are_refused() -> None:
+def test_two_of_them_are_rejected() -> None:
     with pytest.raises(ValueError, match="2 optimizers that step during the backward pass"):
         find_lomo([make()[1], make()[1]])
 
 
-def test_backward_without_one_is_refused() -> None:
+def test_backward_without_one_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"Pass a Lomo or AdaLomo of lomo-optim to prepare\(\) first"):
         lomo_backward(None, torch.ones(()), 0.1, num_steps=1)
 
 
-def test_accumulation_is_refused() -> None:
+def test_accumulation_is_rejected() -> None:
     model, optimizer = make()
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps is 4\. Set it to 1"):
         lomo_backward(optimizer, model(torch.ones(1, 1)).sum(), 0.25, num_steps=4)

@@ -245,7 +245,7 @@ def test_it_follows_the_state_it_was_given() -> None:
     assert parameter.item() == 0
 
 
-def test_discarding_a_gathered_window_is_told() -> None:
+def test_discarding_a_gathered_window_is_reported() -> None:
     parameter, optimizer, state = simple()
     parameter.grad = torch.ones(2)
     state._set_sync_gradients(False)
@@ -446,13 +446,13 @@ def test_patch_optimizer_step_notes_the_call() -> None:
     assert step.__name__ == "step"
 
 
-def test_wrapping_twice_is_refused() -> None:
+def test_wrapping_twice_is_rejected() -> None:
     _, optimizer, _ = simple()
     with pytest.raises(TypeError, match=r"AcceleratedOptimizer already.*wrap its \.optimizer"):
         AcceleratedOptimizer(optimizer)
 
 
-def test_wrapping_something_else_is_refused() -> None:
+def test_wrapping_something_else_is_rejected() -> None:
     with pytest.raises(TypeError, match="got Linear"):
         AcceleratedOptimizer(nn.Linear(1, 1))  # type: ignore[arg-type]
 

@@ -40,12 +40,12 @@ def test_cache_enabled_reaches_torch() -> None:
     assert torch.is_autocast_cache_enabled() is before
 
 
-def test_an_unknown_precision_is_refused() -> None:
+def test_an_unknown_precision_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"fp4.*bf16"):
         autocast("cpu", "fp4")
 
 
-def test_a_precision_that_the_device_has_not_is_refused() -> None:
+def test_a_precision_that_the_device_has_not_is_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"mixed_precision='fp16' .* not supported on 'xla'; supported: \['bf16'\]"
     ):

@@ -92,7 +92,7 @@ def test_equals_the_plain_loop_and_knows_what_was_skipped(kind: str, bad: set[in
     assert waits <= plain_waits
 
 
-def test_a_fused_step_waits_only_when_asked() -> None:
+def test_a_fused_step_waits_only_on_request() -> None:
     parameter = nn.Parameter(torch.ones(3))
     scaler = make_scaler()
     optimizer = AcceleratedOptimizer(torch.optim.AdamW([parameter], fused=True), scaler=scaler)
@@ -162,7 +162,7 @@ def test_inside_a_window_the_scaler_rests() -> None:
     assert scaler._get_growth_tracker() == 1
 
 
-def test_a_closure_with_a_scaler_is_refused() -> None:
+def test_a_closure_with_a_scaler_is_rejected() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = AcceleratedOptimizer(torch.optim.LBFGS([parameter]), scaler=make_scaler())
     with pytest.raises(
@@ -422,6 +422,6 @@ def test_xla_names_what_to_install() -> None:
         get_grad_scaler("XLA")
 
 
-def test_an_unknown_way_of_training_is_refused() -> None:
+def test_an_unknown_way_of_training_is_rejected() -> None:
     with pytest.raises(ValueError, match="MULTI_TOASTER"):
         get_grad_scaler("MULTI_TOASTER")

@@ -105,7 +105,7 @@ def test_a_micro_batch_has_one_weight() -> None:
     assert weight.gathered == 3.0
 
 
-def test_both_kinds_of_losses_are_refused_in_one_window_only() -> None:
+def test_both_kinds_of_losses_are_rejected_in_one_window_only() -> None:
     window, gathered = make(2), Gathered()
     with window:
         window.weigh(1, gathered)
@@ -151,7 +151,7 @@ def test_a_window_continues_from_its_state_bit_for_bit(saved: int) -> None:
     assert gradient == expected
 
 
-def test_means_and_sums_are_told_apart_after_loading() -> None:
+def test_means_and_sums_are_distinguished_after_loading() -> None:
     first, second, gathered = make(3), make(3), Gathered()
     with first:
         first.loss_divisor()

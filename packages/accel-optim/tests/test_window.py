@@ -72,7 +72,7 @@ def test_the_end_of_the_loader_closes_the_window() -> None:
     assert [window.advance() for _ in Loader(5, state)] == [False, False, False, True, True]
 
 
-def test_the_end_of_the_loader_does_not_close_it_when_told_so() -> None:
+def test_the_end_of_the_loader_does_not_close_it_on_request() -> None:
     window, state = make(4, sync_with_dataloader=False)
 
     assert [window.advance() for _ in Loader(6, state)] == [False, False, False, True, False, False]

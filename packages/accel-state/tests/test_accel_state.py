@@ -140,7 +140,7 @@ def test_all_names_exist_once_and_are_documented(module):
             assert value.__doc__, f"{module}.{name} has no docstring"
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_rejected():
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = accel_state.nonsense
 

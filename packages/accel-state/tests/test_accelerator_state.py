@@ -69,7 +69,7 @@ def test_two_states_with_different_precision_live_side_by_side() -> None:
     assert AcceleratorState().mixed_precision == "no"
 
 
-def test_states_of_accelerators_are_independent_even_when_alike() -> None:
+def test_states_of_accelerators_are_independent_even_when_equal() -> None:
     plugins = {"train": Plugin(), "evaluate": Plugin()}
     first = AcceleratorState(deepspeed_plugin=plugins, _from_accelerator=True)
     second = AcceleratorState(deepspeed_plugin=dict(plugins), _from_accelerator=True)
@@ -111,7 +111,7 @@ def test_precision_comes_from_the_argument_then_the_environment(
     assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
 
 
-def test_unknown_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_precision_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="mixed_precision='fp12' is unknown; allowed: no, fp8"):
         AcceleratorState(mixed_precision="fp12")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
@@ -120,7 +120,7 @@ def test_unknown_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_initialized()
 
 
-def test_precision_that_the_hardware_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_that_the_hardware_lacks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = DeviceSpec("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset({"bf16"}), lambda: True)
     monkeypatch.setattr(train_plan, "device_spec", lambda device: limited)
 
@@ -158,7 +158,7 @@ def test_plugin_wins_over_the_variable_of_another_engine(monkeypatch: pytest.Mon
     assert AcceleratorState(fsdp_plugin=Plugin()).distributed_type == DistributedType.FSDP
 
 
-def test_two_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="deepspeed_plugin and fsdp_plugin request different engines"):
         AcceleratorState(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -202,7 +202,7 @@ def test_single_deepspeed_plugin_is_the_active_one() -> None:
     assert state.deepspeed_plugins == {"default": plugin}
 
 
-def test_unknown_deepspeed_plugin_is_refused() -> None:
+def test_unknown_deepspeed_plugin_is_rejected() -> None:
     state = AcceleratorState(deepspeed_plugin={"teacher": Plugin()})
     with pytest.raises(ValueError, match="no DeepSpeed plugin 'student'; there are: teacher"):
         state.select_deepspeed_plugin("student")
@@ -246,7 +246,7 @@ def test_handles_have_no_settings_from_a_reset_to_the_next_state() -> None:
     assert state.mixed_precision == "bf16"
 
 
-def test_reset_of_the_process_is_told() -> None:
+def test_reset_of_the_process_is_reported() -> None:
     state = AcceleratorState()
     AcceleratorState._reset_state(reset_partial_state=True)
 

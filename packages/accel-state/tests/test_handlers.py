@@ -106,7 +106,7 @@ def test_timeouts_are_durations():
 # ProfileKwargs
 
 
-def test_profiler_records_what_was_asked_for():
+def test_profiler_records_what_was_requested():
     ready = []
     handler = ProfileKwargs(
         activities=["cpu"],

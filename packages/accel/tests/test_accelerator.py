@@ -338,7 +338,7 @@ def test_what_needs_something_else_first_says_so():
         _ = accelerator.tensor_parallel_rank
 
 
-def test_a_model_with_fp16_parameters_is_refused_under_fp16():
+def test_a_model_with_fp16_parameters_is_rejected_under_fp16():
     accelerator = Accelerator(mixed_precision="fp16")
     with pytest.raises(ValueError, match=r"0\.weight is float16"):
         accelerator.prepare(make_model().half())
@@ -416,7 +416,7 @@ def test_the_number_of_accumulation_steps_is_checked_when_it_is_changed(steps):
     assert accelerator.gradient_accumulation_steps == 2
 
 
-def test_parallelism_that_is_not_built_is_refused_wherever_it_is_asked_for():
+def test_parallelism_that_is_not_built_is_rejected_wherever_it_is_requested():
     with pytest.raises(TypeError, match="takes a TorchTensorParallelPlugin"):
         Accelerator(torch_tp_plugin=object())
     with (
@@ -441,7 +441,7 @@ def test_one_skipped_optimizer_of_two_is_a_skipped_step():
     assert accelerator.optimizer_step_was_skipped
 
 
-def test_an_optimizer_with_fp16_parameters_is_refused_under_fp16():
+def test_an_optimizer_with_fp16_parameters_is_rejected_under_fp16():
     parameters = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
     with pytest.raises(ValueError, match=r"SGD\.param_groups\[0\]\['params'\]\[1\] is float16.*unscaled"):
         Accelerator(mixed_precision="fp16").prepare(torch.optim.SGD(parameters))
@@ -456,7 +456,7 @@ def fp16_model() -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer]:
     return accelerator, model, optimizer
 
 
-def test_clipping_gradients_that_nobody_unscales_is_refused():
+def test_clipping_gradients_that_nobody_unscales_is_rejected():
     accelerator, model, _ = fp16_model()
     with pytest.raises(ValueError, match=r"4 of the 4 gradients.*no prepared optimizer.*prepare\(\)"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -465,7 +465,7 @@ def test_clipping_gradients_that_nobody_unscales_is_refused():
 
 
 @pytest.mark.parametrize("first", ["torch", "accelerator", "clip"])
-def test_gradients_are_unscaled_once_however_it_is_asked_for(first):
+def test_gradients_are_unscaled_once_however_it_is_requested(first):
     accelerator, model, raw = fp16_model()
     optimizer = accelerator.prepare(raw)
     if first == "torch":

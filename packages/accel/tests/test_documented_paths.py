@@ -60,7 +60,7 @@ def test_a_config_file_is_read(tmp_path: Path):
     assert load_config_from_file(str(file)).mixed_precision == "bf16"
 
 
-def test_a_config_is_of_the_class_that_clients_ask_for(tmp_path: Path):
+def test_a_config_is_of_the_class_that_clients_request(tmp_path: Path):
     from accel.commands.config.config_args import BaseConfig, SageMakerConfig, load_config_from_file
 
     for environment, is_hosted in (("AMAZON_SAGEMAKER", True), ("LOCAL_MACHINE", False)):

@@ -77,7 +77,7 @@ if __name__ == "__main__":
     assert "All" not in run.stdout
 
 
-def test_a_script_is_refused(tmp_path: Path) -> None:
+def test_a_script_is_rejected(tmp_path: Path) -> None:
     run = accel(tmp_path, "test", "mine.py")
 
     assert run.returncode == 2

@@ -38,7 +38,7 @@ def save_and_load(
         pytest.param(1, DEEPSPEED, id="DeepSpeed", marks=pytest.mark.slow),
     ],
 )
-def test_each_goes_on_from_the_checkpoints_of_the_other(compared, processes, cases):
+def test_each_continues_from_the_checkpoints_of_the_other(compared, processes, cases):
     saved, loaded = save_and_load(compared, processes, *cases)
     for number, saver in enumerate((saved.accel, saved.accelerate)):
         for case in cases:
@@ -62,7 +62,7 @@ def test_each_goes_on_from_the_checkpoints_of_the_other(compared, processes, cas
 
 
 @pytest.mark.slow
-def test_each_goes_on_from_the_whole_states_of_fsdp_of_the_other(compared):
+def test_each_continues_from_the_full_states_of_fsdp_of_the_other(compared):
     saved = compared("checkpoints", "save", "fsdp2_full", processes=2)
     folders = [side.folder for side in (saved.accel, saved.accelerate)]
     loaded = compared(

@@ -115,7 +115,7 @@ def test_files_are_rewritten_to_the_same(compared, configs):
         assert same == {key: filled[key] for key in same}, name
 
 
-def test_default_files_start_scripts_alike(compared, configs):
+def test_default_files_start_scripts_equally(compared, configs):
     written = compared("configs", "write", *configs)
     for writer in (written.accel, written.accelerate):
         both = compared("configs", "launch", str(writer.folder / "half.yaml"))

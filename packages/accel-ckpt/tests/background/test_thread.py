@@ -130,7 +130,7 @@ class Gate:
         self.open.wait(20)
 
 
-def test_training_goes_on_and_one_save_is_in_flight(tmp_path: Path) -> None:
+def test_training_continues_and_one_save_is_in_flight(tmp_path: Path) -> None:
     gate = Gate()
     with staged(tmp_path / "a", blocking=False) as opened:
         opened.write(make_state(), "custom_checkpoint_0.pkl")
@@ -162,7 +162,7 @@ def test_an_error_surfaces_at_the_next_call_once_and_nothing_is_left(tmp_path: P
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("accel-")]
 
 
-def test_an_error_while_copying_is_raised_at_once(tmp_path: Path) -> None:
+def test_an_error_while_copying_is_raised_immediately(tmp_path: Path) -> None:
     large = {"w": torch.ones(2**21)}  # threads copy it
     with pytest.raises(ValueError, match="safetensors stores only tensors"):  # noqa: SIM117
         with staged(tmp_path / "a", blocking=False) as opened:
@@ -188,7 +188,7 @@ if sys.argv[2] == "raises":
 
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 3), ("fails", 0)])
-def test_the_interpreter_waits_and_tells_an_error_that_nobody_saw(
+def test_the_interpreter_waits_and_reports_an_error_that_nobody_saw(
     tmp_path: Path, how: str, code: int
 ) -> None:
     run = subprocess.run(

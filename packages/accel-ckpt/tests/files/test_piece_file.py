@@ -86,7 +86,7 @@ def test_a_folder_on_a_network_or_in_memory_is_written_through_the_cache() -> No
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_refuses_is_written_through_the_cache(
+def test_a_file_system_that_rejects_is_written_through_the_cache(
     make: Callable[..., PieceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     plain = os.open
@@ -163,7 +163,7 @@ def test_a_full_disk_ends_the_writing_soon_and_nothing_follows(
     assert count == 3
 
 
-def test_the_end_of_a_full_disk_is_told(
+def test_the_end_of_a_full_disk_is_reported(
     make: Callable[..., PieceFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(handle: int, data: Any) -> int:

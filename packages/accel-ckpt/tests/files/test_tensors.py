@@ -153,7 +153,7 @@ def test_tied_tensors_are_kept_once_and_come_back_under_all_names(tmp_path: Path
     assert set(safetensors.torch.load_file(file)) == set(kept)
 
 
-def test_views_of_one_memory_are_written_whole(tmp_path: Path) -> None:
+def test_views_of_one_memory_are_written_in_full(tmp_path: Path) -> None:
     # Parts of one buffer (as flattened parameters have) are different tensors and must all be there.
     buffer = torch.arange(12.0)
     state = {"all": buffer, "left": buffer[:6], "end": buffer[6:], "every": buffer[::2]}
@@ -242,7 +242,7 @@ class Plain:
 
 @pytest.mark.parametrize("protocol", ["torch", "pickle"])
 @pytest.mark.parametrize("kind", [Payload, Plain])
-def test_a_file_that_names_other_types_is_refused(tmp_path: Path, kind: type, protocol: str) -> None:
+def test_a_file_that_names_other_types_is_rejected(tmp_path: Path, kind: type, protocol: str) -> None:
     file = tmp_path / "x.pkl"
     if protocol == "torch":
         torch.save({"a": kind()}, file)
@@ -255,7 +255,7 @@ def test_a_file_that_names_other_types_is_refused(tmp_path: Path, kind: type, pr
     assert Payload.ran == []
 
 
-def test_any_type_loads_when_asked_for_by_name(tmp_path: Path) -> None:
+def test_any_type_loads_when_requested_by_name(tmp_path: Path) -> None:
     torch.save({"a": Plain()}, tmp_path / "x.pkl")
 
     assert isinstance(tensors.load(tmp_path / "x.pkl", weights_only=False)["a"], Plain)

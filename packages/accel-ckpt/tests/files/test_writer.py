@@ -63,7 +63,7 @@ def test_a_file_that_was_changed_afterwards_has_no_entry(tmp_path: Path) -> None
         assert files.entries(tmp_path) == []
 
 
-def test_a_full_disk_is_told_as_such_although_torch_says_something_else(
+def test_a_full_disk_is_reported_as_such_although_torch_says_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(handle: int, data: bytes) -> int:

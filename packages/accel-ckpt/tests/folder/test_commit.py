@@ -132,13 +132,13 @@ def test_an_empty_folder_and_a_damaged_checkpoint_are_replaced(tmp_path: Path) -
     assert content(target) == dict.fromkeys(NAMES, "two")
 
 
-def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("x")
     with pytest.raises(CheckpointError, match=r"is a file\. Save into a folder, or delete the file"):
         commit.staging_path(tmp_path / "c", commit.new_token())
 
 
-def test_a_refused_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "c"
     save(target, "one")
     rename = os.rename
@@ -344,7 +344,7 @@ def test_an_error_at_any_point_leaves_a_complete_checkpoint(
     assert sorted(failed, key=["none", "one", "two"].index) == failed
 
 
-def test_what_is_in_the_way_is_told_before_anything_is_moved(tmp_path: Path) -> None:
+def test_what_is_in_the_way_is_reported_before_anything_is_moved(tmp_path: Path) -> None:
     target = tmp_path / "c"
     save_whole(target, "one", NAMES)
     put(target / "sub", "theirs", ("x/theirs",))
@@ -370,7 +370,7 @@ def test_a_name_that_a_hook_may_use_can_be_loaded_and_saved_over(tmp_path: Path)
 @example("C:a")
 @example("a\\b")
 @example("a:b")
-def test_a_name_is_refused_when_it_is_saved_or_can_be_loaded(name: str) -> None:
+def test_a_name_is_rejected_when_it_is_saved_or_can_be_loaded(name: str) -> None:
     assume(name not in (".", ".."))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "c")
@@ -445,7 +445,7 @@ def test_what_others_may_be_writing_is_left_alone(tmp_path: Path) -> None:
         alive.communicate(b"\n")
 
 
-def test_no_process_is_asked_for_where_that_would_end_it(
+def test_no_process_is_requested_where_that_would_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

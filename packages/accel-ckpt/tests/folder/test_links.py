@@ -238,7 +238,7 @@ def test_a_file_that_changes_after_it_was_read_is_not_linked(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced", "cut off"])
-def test_a_file_that_was_changed_since_is_written_anew(tmp_path: Path, how: str) -> None:
+def test_a_file_that_was_changed_since_is_written_again(tmp_path: Path, how: str) -> None:
     save(tmp_path / "checkpoint_0", 1.0)
     path = tmp_path / "checkpoint_0" / FROZEN
     before, times = path.read_bytes(), path.stat()

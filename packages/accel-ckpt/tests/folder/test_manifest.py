@@ -139,7 +139,7 @@ def test_all_damaged_files_are_named(folder: Path) -> None:
         digests.verify(folder, read.files)
 
 
-def test_a_link_on_the_way_is_refused(folder: Path) -> None:
+def test_a_link_on_the_way_is_rejected(folder: Path) -> None:
     read = manifest.read(folder)
     assert read is not None
     (folder / "sub").rename(folder.parent / "away")
@@ -224,13 +224,13 @@ def test_a_manifest_cannot_point_outside(folder: Path, name: Any) -> None:
         {"files": [{}]},
     ],
 )
-def test_a_manifest_of_the_wrong_shape_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+def test_a_manifest_of_the_wrong_shape_is_rejected(folder: Path, changes: dict[str, Any]) -> None:
     rewrite(folder, **changes)
     with pytest.raises(CorruptCheckpointError, match=f"{MANIFEST} is damaged"):
         manifest.read(folder)
 
 
-def test_a_later_version_is_told(folder: Path) -> None:
+def test_a_later_version_is_reported(folder: Path) -> None:
     rewrite(folder, version=3, digest="one of the future")
     with pytest.raises(CheckpointError, match="has version 3, and accel-ckpt here reads up to 2: update it"):
         manifest.read(folder)
@@ -276,7 +276,7 @@ def test_what_the_disk_does_not_give_back_is_named(folder: Path, monkeypatch: py
         digests.verify(folder, read.files)
 
 
-def test_a_manifest_that_is_a_link_is_refused(folder: Path) -> None:
+def test_a_manifest_that_is_a_link_is_rejected(folder: Path) -> None:
     (folder / MANIFEST).rename(folder.parent / "m")
     (folder / MANIFEST).symlink_to(folder.parent / "m")
     with pytest.raises(CorruptCheckpointError, match="is a symbolic link"):

@@ -127,7 +127,7 @@ def test_a_file_with_the_end_of_a_second_disk_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [None, "cpu", "on_device", torch.device("cpu")], ids=str)
-def test_on_the_cpu_weights_are_filled_however_it_is_asked_for(tmp_path: Path, place: Any) -> None:
+def test_on_the_cpu_weights_are_filled_however_it_is_requested(tmp_path: Path, place: Any) -> None:
     folder, _ = saved(tmp_path)
     cpu = replace(current_process(), device=torch.device("cpu"))
     found = open_checkpoint(folder, cpu, place, {}, verify=True)

@@ -140,7 +140,7 @@ def test_what_interrupted_saves_left_goes_too(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["checkpoint_2"]
 
 
-def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
+def test_a_limit_below_one_is_rejected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(ValueError, match=r"total_limit must be at least 1.*not 0"):
         rotation.prune(tmp_path, 0)

@@ -27,7 +27,7 @@ def layout(state: dict[str, Any], paths: dict[str, Any]) -> Layout | None:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6
-def test_layouts_are_told_apart() -> None:
+def test_layouts_are_distinguished() -> None:
     found: list[Layout | None] = []
     with fake_world(0, 4):
         mesh, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
@@ -100,7 +100,7 @@ def test_processes_that_do_not_agree_have_none(others: list[Layout | None]) -> N
     assert [common_replicas(layouts, rank) for rank in range(len(layouts))] == [None] * len(layouts)
 
 
-def test_meshes_are_told_apart_by_ranks_and_shape() -> None:
+def test_meshes_are_distinguished_by_ranks_and_shape() -> None:
     with fake_world(0, 4):
         meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2), (1, 4), (4,))]
         meshes.append(DeviceMesh("cpu", [3, 2, 1, 0], _init_backend=False))

@@ -40,7 +40,7 @@ def save(folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("part", ["", "pytorch_model_fsdp_0"])
-def test_the_file_has_the_whole_weights(world: Any, tmp_path: Path, size: int, part: str) -> None:
+def test_the_file_has_the_full_weights(world: Any, tmp_path: Path, size: int, part: str) -> None:
     whole = world.run(save, str(tmp_path / "c"), size=size, timeout_s=100)[0]
     merge_fsdp_weights(tmp_path / "c" / part, tmp_path / "out")
     merge_fsdp_weights(
@@ -105,7 +105,7 @@ def save_alone(state: dict[str, Any], folder: Path) -> None:
         torch_dcp.save(state, checkpoint_id=folder, **alone)
 
 
-def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path: Path) -> None:
+def test_what_is_wrong_is_reported_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"There is no folder .*/none\. Name pytorch_model_fsdp_0, or"
     ):
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path: Path) -> None:
         merge_fsdp_weights(tmp_path / "z", tmp_path / "out")
 
 
-def test_pieces_that_do_not_make_up_the_whole_are_refused(tmp_path: Path) -> None:
+def test_pieces_that_do_not_make_up_the_whole_are_rejected(tmp_path: Path) -> None:
     save_alone({"w": torch.ones(4, 2)}, tmp_path / "c")
     index = tmp_path / "c" / dcp_reader.METADATA
     good = index.read_bytes()
@@ -151,7 +151,7 @@ def test_pieces_that_do_not_make_up_the_whole_are_refused(tmp_path: Path) -> Non
             merge_fsdp_weights(tmp_path / "c", tmp_path / "out")
 
 
-def test_what_is_no_tensor_is_left_out_and_told(tmp_path: Path) -> None:
+def test_what_is_no_tensor_is_left_out_and_reported(tmp_path: Path) -> None:
     save_alone({"w": torch.ones(2), "n": 3}, tmp_path / "c")
     with pytest.warns(UserWarning, match="omitted: n"):
         merge_fsdp_weights(tmp_path / "c", tmp_path)

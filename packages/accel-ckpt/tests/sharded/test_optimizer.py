@@ -97,5 +97,5 @@ def test_where_one_process_cannot_make_it_all_fail(world: Any) -> None:
 
 @pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_also_of_whole_parameters(name: str) -> None:
+def test_also_of_full_parameters(name: str) -> None:
     assert made_both_ways(name, {"amsgrad": True}, False) == []

@@ -83,7 +83,7 @@ def load_and_go_on(folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
-def test_losses_go_on_on_any_number_of_processes(world: Any, tmp_path: Path, saved: int) -> None:
+def test_losses_continue_on_any_number_of_processes(world: Any, tmp_path: Path, saved: int) -> None:
     folder = tmp_path / "c"
     straight = world.run(save_after_three, str(folder), size=saved, timeout_s=100)[0]
     # Nothing was gathered; of four processes the last one has no rows of this model.
@@ -210,7 +210,7 @@ def test_when_one_fails_to_save_in_the_background_all_do(world: Any, tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
-def test_state_of_no_parameter_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_state_of_no_parameter_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     model, optimizer = make(0)
     train(model, optimizer, range(1))
     optimizer.state["total"] = torch.ones(3)  # type: ignore[index]  # torch would pass over it
@@ -379,7 +379,7 @@ class Odd:
     """A type that is not allowed."""
 
 
-def test_values_of_other_types_are_refused_by_the_save(tmp_path: Path) -> None:
+def test_values_of_other_types_are_rejected_by_the_save(tmp_path: Path) -> None:
     model, optimizer = make(0)
     optimizer.param_groups[0]["odd"] = Odd()
     message = r"optimizer_0 cannot be saved: its state.*\['param_groups'\]\[0\]\['odd'\] is of type .*Odd"

@@ -62,7 +62,7 @@ def test_frozen_weights_have_a_file_of_their_own(index: int, safe: bool) -> None
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "pytorch_model_fsdp.bin"), (1, "pytorch_model_fsdp_1.bin")])
-def test_whole_weights_of_fsdp_have_their_documented_name(index: int, name: str) -> None:
+def test_full_weights_of_fsdp_have_their_documented_name(index: int, name: str) -> None:
     state = Adapted(0).state_dict()
     assert split_into_files(state, index, (), True, gathered=True) == ({name: state}, {})
 
@@ -73,7 +73,7 @@ def test_where_all_or_none_are_frozen_there_is_one_file(frozen: frozenset[str]) 
     assert split_into_files(state, 0, frozen, True) == ({"model.safetensors": state}, {})
 
 
-def test_models_in_parts_are_loaded_strictly_and_frozen_files_are_linked(tmp_path: Path) -> None:
+def test_sharded_models_are_loaded_strictly_and_frozen_files_are_linked(tmp_path: Path) -> None:
     adapted = [Adapted(1), Adapted(2)]
     models = [*adapted, nn.Linear(2, 2).requires_grad_(False)]
     checkpoint.save(tmp_path / "checkpoint_0", model=models, incremental=True)

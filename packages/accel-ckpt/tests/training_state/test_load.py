@@ -89,7 +89,7 @@ PARTS = [*Run().values(), "scheduler.bin", "random_states_0.pkl"]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_missing_part_is_an_error_or_told_and_the_rest_is_restored(tmp_path: Path, name: str) -> None:
+def test_a_missing_part_is_an_error_or_reported_and_the_rest_is_restored(tmp_path: Path, name: str) -> None:
     Run(3.0).save(tmp_path / "c")
     folder = without(tmp_path / "c", name)
     run = Run()
@@ -180,7 +180,7 @@ def sealed_with(folder: Path, name: str, value: Any, **facts: Any) -> None:
         ("pytorch_model.bin", "model.safetensors is loaded instead"),
     ],
 )
-def test_a_surplus_part_is_an_error_or_told(tmp_path: Path, name: str, message: str) -> None:
+def test_a_surplus_part_is_an_error_or_reported(tmp_path: Path, name: str, message: str) -> None:
     Run(3.0).save(tmp_path / "c")
     sealed_with(tmp_path / "c", name, {"x": torch.ones(1)})
     run = Run()
@@ -266,7 +266,7 @@ def save_by_names(folder: Path, prefix: str = "") -> tuple[nn.Module, torch.opti
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_whole_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: Path, prefix: str) -> None:
+def test_full_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: Path, prefix: str) -> None:
     model, optimizer, _ = save_by_names(tmp_path, prefix)
     again = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     other = torch.optim.AdamW(again.parameters())
@@ -297,7 +297,7 @@ def test_states_by_names_load_where_models_have_the_same_names(tmp_path: Path) -
             assert torch.equal(optimizer.state[value]["momentum_buffer"], value + 1)
 
 
-def test_states_by_names_that_the_models_do_not_have_are_refused(tmp_path: Path) -> None:
+def test_states_by_names_that_the_models_do_not_have_are_rejected(tmp_path: Path) -> None:
     _, _, names = save_by_names(tmp_path)
     (again := nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).register_parameter(
         "odd", nn.Parameter(torch.ones(3))
@@ -316,7 +316,7 @@ def test_states_by_names_that_the_models_do_not_have_are_refused(tmp_path: Path)
     assert torch.equal(again[0].weight, before)
 
 
-def test_an_optimizer_of_other_groups_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def test_an_optimizer_of_other_groups_is_rejected_before_anything_is_changed(tmp_path: Path) -> None:
     Run(3.0).save(tmp_path / "c")
     run = Run()
     run.optimizer = torch.optim.SGD([run.model.weight], lr=0.0)
@@ -397,7 +397,7 @@ def test_files_that_were_there_before_the_checkpoint_are_no_difference(tmp_path:
     assert set(run.values().values()) == {3}
 
 
-def test_a_file_of_a_hook_is_told_where_no_hook_could_read_it(tmp_path: Path) -> None:
+def test_a_file_of_a_hook_is_reported_where_no_hook_could_read_it(tmp_path: Path) -> None:
     Run(3.0).save(tmp_path / "c", hook=True)
     with pytest.warns(UserWarning, match=r"extra\.json was written by a hook; no registered hook reads it"):
         Run().load(tmp_path / "c")
@@ -512,7 +512,7 @@ def test_without_all_random_states_another_world_size_is_an_error(world: Any, tm
     )
 
 
-def test_links_and_pipes_are_refused_also_without_digests(tmp_path: Path) -> None:
+def test_links_and_pipes_are_rejected_also_without_digests(tmp_path: Path) -> None:
     for kind in ("link", "pipe"):
         folder = tmp_path / kind
         Run(3.0).save(folder)

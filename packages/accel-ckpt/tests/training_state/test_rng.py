@@ -19,7 +19,7 @@ def draw() -> list[Any]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
 
 
-def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_all_generators_continue_where_they_were(tmp_path: Path) -> None:
     process = current_process()
     draw()
     tensors.save(rng.get_rng_state(process), tmp_path / "r.pkl")

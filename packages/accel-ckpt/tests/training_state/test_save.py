@@ -188,12 +188,12 @@ def resume(folder: str, safe: bool = True, map_location: str | None = None) -> l
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("device", [None, "cpu", "on_device"])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, safe: bool, device: str | None) -> None:
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, safe: bool, device: str | None) -> None:
     assert resume(str(tmp_path), safe, device) == [True] * 4
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_resumed_run_of_several_processes_goes_on_bit_for_bit(
+def test_a_resumed_run_of_several_processes_continues_bit_for_bit(
     world: Any, tmp_path: Path, size: int
 ) -> None:
     assert world.run(resume, str(tmp_path), size=size, timeout_s=SLOW_S) == [[True] * 4] * size
@@ -381,7 +381,7 @@ def test_missing_parts_are_listed_before_anything_is_changed(tmp_path: Path) -> 
         load_accelerator_state(tmp_path / "c", [model, model], [], [], [], 0)
 
 
-def test_what_nobody_asked_for_is_told(tmp_path: Path) -> None:
+def test_what_nobody_requested_is_reported(tmp_path: Path) -> None:
     run = Run()
     run.save(tmp_path / "c")
     parts = [
@@ -417,7 +417,7 @@ def test_no_folder(tmp_path: Path) -> None:
         load_model(tmp_path / "empty", nn.Linear(1, 1))
 
 
-def test_an_unknown_place_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_place_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'cpu', 'on_device' or a device, not 'toaster'"):
         load_model(tmp_path / "c", nn.Linear(1, 1), map_location="toaster")
 
@@ -469,7 +469,7 @@ class Thing:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_values_of_common_types_come_back_and_others_are_refused_by_the_save(
+def test_values_of_common_types_come_back_and_others_are_rejected_by_the_save(
     tmp_path: Path, blocking: bool
 ) -> None:
     def make(value: Any) -> tuple[torch.optim.Optimizer, Any]:
@@ -504,7 +504,7 @@ def test_values_of_common_types_come_back_and_others_are_refused_by_the_save(
         load_accelerator_state(tmp_path / "c", [], [optimizer], [scheduler], [], 0)
 
 
-def test_what_other_implementations_saved_loads_when_asked_for(tmp_path: Path) -> None:
+def test_what_other_implementations_saved_loads_when_requested(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = lrs.LambdaLR(optimizer, Callable(Thing()))
     save_accelerator_state(tmp_path / "c", [], [], [], [], 0, 0)

@@ -49,7 +49,7 @@ def test_sizes(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "GB", "-1GB", "1 parsec"])
-def test_what_is_no_size_is_told(tmp_path: Path, text: str) -> None:
+def test_what_is_no_size_is_reported(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="such as '5GB'"):
         convert_file_size_to_int(text)
     with pytest.raises(ValueError, match="at least one byte, not 0"):
@@ -154,7 +154,7 @@ def test_a_folder_of_another_implementation_loads(tmp_path: Path) -> None:
     assert same(model, other)
 
 
-def test_differing_names_are_told_or_refused(tmp_path: Path) -> None:
+def test_differing_names_are_reported_or_rejected(tmp_path: Path) -> None:
     state = Net().state_dict()
     del state["c.bias"]
     state["d"] = torch.ones(1)
@@ -323,7 +323,7 @@ def test_no_file_of_weights_runs_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_what_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"There is no .*none"):
         find_weight_files(tmp_path / "none")
     (tmp_path / "notes.txt").touch()

@@ -89,7 +89,7 @@ def test_a_damaged_file_is_named_with_what_was_wrong(tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize("name", sorted({*KINDS.values()}))
 @pytest.mark.timeout(100)
-def test_a_pipe_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_a_pipe_is_rejected_immediately(tmp_path: Path, name: str) -> None:
     kind = next(kind for kind in KINDS if KINDS[kind] == name)
     file = written(tmp_path, kind)
     file.unlink()
@@ -102,7 +102,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, name: str) -> None:
             load_state_dict(file)
 
 
-def test_another_shape_is_told_with_its_file(tmp_path: Path) -> None:
+def test_another_shape_is_reported_with_its_file(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match=r"weight has the shape \[2\] in .*model\.safetensors and"):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)

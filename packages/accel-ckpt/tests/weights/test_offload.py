@@ -100,7 +100,7 @@ def test_a_file_that_changes_after_the_loader_was_made_is_named(tmp_path: Path) 
         loader["a"]
 
 
-def test_a_loader_without_a_source_is_refused(tmp_path: Path) -> None:
+def test_a_loader_without_a_source_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="state_dict, a save_folder or an index"):
         OffloadedWeightsLoader()
     with pytest.raises(ValueError, match="save_folder="):
@@ -187,7 +187,7 @@ def test_an_index_cannot_point_outside(tmp_path: Path, name: str, info: dict[str
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_an_entry_that_is_no_plain_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_an_entry_that_is_no_plain_file_is_rejected(tmp_path: Path, kind: str) -> None:
     offload_state_dict(tmp_path / "off", {"a": torch.ones(1)})
     file = tmp_path / "off" / "a.dat"
     file.rename(tmp_path / "elsewhere")
@@ -201,7 +201,7 @@ def test_an_entry_that_is_no_plain_file_is_refused(tmp_path: Path, kind: str) ->
         loader["a"]
 
 
-def test_damaged_files_and_names_are_told(tmp_path: Path) -> None:
+def test_damaged_files_and_names_are_reported(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a": torch.ones(4)})
     info = {"dtype": "float32", "shape": [5]}
     with pytest.raises(CorruptCheckpointError, match=r"has 16 bytes; \[5\] of torch.float32 are 20"):
@@ -234,7 +234,7 @@ def test_offloaded_weights_go_back_into_a_model(tmp_path: Path) -> None:
     load_offloaded_weights(empty, {}, tmp_path / "nowhere")
 
 
-def test_offloaded_weights_take_the_type_of_the_model_or_are_refused(tmp_path: Path) -> None:
+def test_offloaded_weights_take_the_type_of_the_model_or_are_rejected(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"weight": torch.ones(1, 2), "running_mean": torch.ones(3)})
     index = read_offload_index(tmp_path)
     model = torch.nn.Linear(2, 1).half()

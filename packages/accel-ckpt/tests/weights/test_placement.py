@@ -159,7 +159,7 @@ def _sharded(folder: str) -> list[Any]:
     return told
 
 
-def test_a_sharded_model_takes_whole_tensors_or_its_part(world: Any, tmp_path: Path) -> None:
+def test_a_sharded_model_takes_full_tensors_or_its_shard(world: Any, tmp_path: Path) -> None:
     torch.save(sevens(), tmp_path / "whole.bin")
     told = world.run(_sharded, str(tmp_path), size=2, timeout_s=100)
     assert told == [[True, True, "a model that is sharded over processes takes no device_map; omit it."]] * 2

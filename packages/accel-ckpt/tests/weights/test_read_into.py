@@ -140,7 +140,7 @@ def test_of_two_names_of_one_weight_the_later_counts(tmp_path: Path) -> None:
         assert model["a"].weight.eq(expected).all()
 
 
-def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_reported(tmp_path: Path) -> None:
     path = stored(make(1), tmp_path)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends 5 bytes early"):

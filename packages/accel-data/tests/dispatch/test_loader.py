@@ -128,7 +128,7 @@ def varying_batches():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_batches_of_unknown_size_are_handed_out_whole(world, size):
+def test_batches_of_unknown_size_are_dispatched_unsplit(world, size):
     world.run(varying_batches, size=size)
 
 
@@ -419,7 +419,7 @@ def generators_stay_alike():
     return torch.rand(1).item()
 
 
-def test_the_global_generators_stay_alike(world):
+def test_the_global_generators_stay_equal(world):
     first, second = world.run(generators_stay_alike, size=2)
 
     assert first == second
@@ -495,7 +495,7 @@ def test_a_process_group_is_needed(world):
     world.run(without_a_group, size=2)
 
 
-def test_an_ignored_slicing_function_is_told():
+def test_an_ignored_slicing_function_is_reported():
     with pytest.warns(UserWarning, match="slice_fn is ignored"):
         DataLoaderDispatcher(Batches(), batch_size=None, slice_fn=lambda *args, **kwargs: None)
 

@@ -102,7 +102,7 @@ def test_padding_a_joined_batch_is_known():
     assert found.step_rows == ((2, 1), (2, 2))
 
 
-def test_what_cannot_be_padded_is_told():
+def test_what_cannot_be_padded_is_reported():
     def slice_fn(batch, rows, process_index, num_processes):
         return batch
 

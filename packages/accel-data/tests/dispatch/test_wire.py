@@ -27,7 +27,7 @@ def over(packer, unpacker, batch):
     return unpacker.unpack(content), bool(packet.structure)
 
 
-def test_the_structure_goes_once():
+def test_the_structure_continuesce():
     packer, unpacker = Packer(), Unpacker()
     sent = []
     for number in range(4):

@@ -228,7 +228,7 @@ def test_cuda_one_batch_is_read_ahead(stream):
 
 @pytest.mark.gpu
 @needs_cuda
-def test_cuda_copies_run_beside_the_users_stream():
+def test_cuda_copies_run_next_to_the_users_stream():
     side = SideStream.of(CUDA, non_blocking=True)
     torch.cuda._sleep(1_000_000_000)  # the user's stream is busy for a good part of a second
     copy = side.start({"x": torch.ones(1000, 1000)}, None)

@@ -111,7 +111,7 @@ def test_one_batch_is_read_ahead_in_a_stream():
     assert [data.read for _ in prepare(DataLoader(data, 2))] == [4, 6, 6]
 
 
-def test_the_gradient_state_is_told():
+def test_the_gradient_state_is_notified():
     state = GradientState()
     outer, inner = prepare(DataLoader(range(4), 2)), prepare(DataLoader(range(2), 1))
     for number, _ in enumerate(outer):
@@ -124,7 +124,7 @@ def test_the_gradient_state_is_told():
     assert not state.in_dataloader
 
 
-def test_the_gradient_state_is_told_of_a_break():
+def test_the_gradient_state_is_notified_of_a_break():
     state = GradientState()
     for _ in prepare(DataLoader(range(4), 2)):
         assert state.in_dataloader
@@ -133,7 +133,7 @@ def test_the_gradient_state_is_told_of_a_break():
     assert not state.in_dataloader
 
 
-def test_the_gradient_state_is_told_of_an_error():
+def test_the_gradient_state_is_notified_of_an_error():
     state = GradientState()
     loader = prepare(DataLoader(Failing(), 2))
     with pytest.raises(OSError, match="disk"):

@@ -172,7 +172,7 @@ def test_what_is_for_this_process_passes_through(kind, size):
 
 @pytest.mark.parametrize("place", [(1, 2), (0, 3), (0, 1), (2, 4)])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_what_is_for_another_process_is_refused(kind, place):
+def test_what_is_for_another_process_is_rejected(kind, place):
     loader = KINDS[kind](2, 3)
     here = f"this is process {place[0]} of {place[1]}"
     message = rf"is for process 2 of 3, but {here}\. Pass (the full dataset|a loader)"
@@ -181,14 +181,14 @@ def test_what_is_for_another_process_is_refused(kind, place):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_what_is_shared_out_is_not_dispatched(kind):
+def test_what_is_sharded_is_not_dispatched(kind):
     with pytest.raises(ValueError, match="process 0 would send only its own shard"):
         prepare_data_loader(KINDS[kind](0, 2), num_processes=2, process_index=0, dispatch_batches=True)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"shuffled dataset"}))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_share_goes_on_where_it_was(kind, workers):
+def test_a_shard_continues_where_it_was(kind, workers):
     def make():
         loader = KINDS[kind](1, 2)
         loader.num_workers = workers
@@ -208,7 +208,7 @@ def test_a_share_goes_on_where_it_was(kind, workers):
 
 
 @pytest.mark.parametrize("kind", ["dataset", "stream", "sampler with num_processes"])
-def test_another_number_of_processes_cannot_go_on_with_shares(kind):
+def test_another_number_of_processes_cannot_continue_with_shares(kind):
     loader = prepare_data_loader(KINDS[kind](0, 2), num_processes=2, process_index=0)
     state = loader.state_dict()
     again = prepare_data_loader(KINDS[kind](0, 3), num_processes=3, process_index=0)
@@ -217,7 +217,7 @@ def test_another_number_of_processes_cannot_go_on_with_shares(kind):
 
 
 @pytest.mark.parametrize("kind", ["sampler", "in a batch sampler"])
-def test_what_a_distributed_sampler_deals_out_goes_on_on_another_number(kind):
+def test_what_a_distributed_sampler_deals_out_continues_on_another_number(kind):
     loader = prepare_data_loader(KINDS[kind](0, 2), num_processes=2, process_index=0)
     next(iter(loader))
     state = loader.state_dict()
@@ -306,7 +306,7 @@ class NotingStream(Noting, IterableDataset):
 
 @pytest.mark.parametrize("dispatch", [None, True])
 @pytest.mark.parametrize("kind", ["dataset", "sampler"])
-def test_a_refusal_says_what_to_do_with_attributes_that_mean_something_else(kind, dispatch):
+def test_a_rejection_says_what_to_do_with_attributes_that_mean_something_else(kind, dispatch):
     place = (2, 0) if dispatch else (3, 0)
     with pytest.raises(ValueError, match="already") as error:
         prepare_data_loader(
@@ -332,7 +332,7 @@ def told_of(kind, *args):
 
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
 @pytest.mark.parametrize("names", [("rank", "world_size"), ("process_index", "num_processes")])
-def test_a_dataset_that_may_be_whole_is_told_once(world, kind, names):
+def test_a_dataset_that_may_be_whole_is_reported_once(world, kind, names):
     first, second = world.run(told_of, kind, *names)
 
     (message,) = first
@@ -350,5 +350,5 @@ def test_a_dataset_that_may_be_whole_is_told_once(world, kind, names):
         ("stream", ("dp_rank", "dp_world_size")),
     ],
 )
-def test_nothing_is_told_of_a_dataset_that_holds_a_part(world, kind, args):
+def test_nothing_is_reported_of_a_dataset_that_holds_a_part(world, kind, args):
     assert world.run(told_of, kind, *args) == [[], []]

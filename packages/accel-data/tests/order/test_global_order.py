@@ -155,7 +155,7 @@ def test_a_sampler_without_length_is_an_iterator_drawn_apart():
     assert start(0)[1]
 
 
-def test_isolated_generators_go_on_where_they_stopped():
+def test_isolated_generators_continue_where_they_stopped():
     once, twice = IsolatedRNG(5), IsolatedRNG(5)
     with once:
         expected = torch.rand(4).tolist()

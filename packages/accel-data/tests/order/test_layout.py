@@ -56,7 +56,7 @@ def spread_by_hand(step, layout):
 
 
 @given(st.integers(0, 60), layouts)
-def test_every_kind_of_order_is_cut_alike(length, layout):
+def test_every_kind_of_order_is_cut_equally(length, layout):
     order = [7 * i % 101 for i in range(length)]
     expected = by_hand(order, layout)
     for rank in range(layout.num_processes):
@@ -127,7 +127,7 @@ def test_what_is_left_is_divided_as_equally_as_can_be(count, sizes):
     assert split_evenly(count, 3) == sizes
 
 
-def test_a_share_of_a_range_costs_nothing_else():
+def test_a_shard_of_a_range_costs_nothing_else():
     order = range(2**50)  # neither a list nor a walk of it would end
     layout = Layout(2, 8, False, True, start=2**50 - 20)
 

@@ -25,7 +25,7 @@ def test_axes_of_the_same_data_are_left_out(names, shape, expected):
     assert mesh_data_ranks(mesh(names, *shape)) == dict(enumerate(expected))
 
 
-def test_a_mesh_without_names_is_refused():
+def test_a_mesh_without_names_is_rejected():
     with pytest.raises(ValueError, match="mesh_dim_names"):
         mesh_data_ranks(mesh(None, 4))
 
@@ -39,6 +39,6 @@ def test_data_ranks_come_before_the_mesh_and_the_mesh_before_the_processes():
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0, 0, 2, 2], [1, 1, 2, 2], [0, -1, 0, 1]])
-def test_data_ranks_that_do_not_fit_are_refused(ranks):
+def test_data_ranks_that_do_not_fit_are_rejected(ranks):
     with pytest.raises(ValueError, match="one entry for each of the 4 processes"):
         find_data_ranks(4, None, ranks)

@@ -128,7 +128,7 @@ def test_keys_give_different_orders():
     assert not torch.equal(whole(20000, key=1), whole(20000, key=2))
 
 
-def test_impossible_lengths_are_refused():
+def test_impossible_lengths_are_rejected():
     with pytest.raises(ValueError, match=r"from 0 to 2\*\*63 - 1 entries, but length=-1"):
         KeyedPermutation(-1, 0)
     with pytest.raises(ValueError, match="length=9223372036854775808"):

@@ -127,12 +127,12 @@ def test_orders_are_distributed_like_those_of_torch(length):
     assert told_apart(length) == {}
 
 
-def test_six_rounds_are_told_apart(monkeypatch):
+def test_six_rounds_are_distinguished(monkeypatch):
     monkeypatch.setattr(permutation, "_ROUNDS", 6)
     assert "different steps a row apart" in told_apart(20011)
 
 
-def test_two_rounds_are_told_apart_by_much(monkeypatch):
+def test_two_rounds_are_distinguished_by_much(monkeypatch):
     monkeypatch.setattr(permutation, "_ROUNDS", 2)
     assert len(told_apart(20011)) > 4
 

@@ -106,7 +106,7 @@ def test_documented_examples():
 
 
 @given(st.lists(st.integers(1, 5), max_size=20), st.integers(1, 8))
-def test_batches_of_unknown_size_are_shared_out_whole(sizes, processes):
+def test_batches_of_unknown_size_are_distributed_unsplit(sizes, processes):
     batches = [[number] * size for number, size in enumerate(sizes)]
     shards = [
         list(BatchSamplerShard(Undeclared(batches), processes, rank, even_batches=False))
@@ -332,7 +332,7 @@ def test_facts_of_a_shard():
         ({"num_processes": 8, "split_batches": True}, "4 does not divide by 8. Use a batch size of 8"),
     ],
 )
-def test_places_and_sizes_that_do_not_fit_are_refused(kwargs, message):
+def test_places_and_sizes_that_do_not_fit_are_rejected(kwargs, message):
     with pytest.raises(ValueError, match=message):
         BatchSamplerShard(BatchSampler(SequentialSampler(range(8)), 4, False), **kwargs)
 

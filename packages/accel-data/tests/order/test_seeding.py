@@ -121,7 +121,7 @@ def agrees(kind):
 
 
 @pytest.mark.parametrize("kind", ["same", "different", "failing"])
-def test_an_order_is_agreed_or_refused_everywhere(world, kind):
+def test_an_order_is_agreed_or_rejected_everywhere(world, kind):
     world.run(agrees, kind, size=2)
 
 

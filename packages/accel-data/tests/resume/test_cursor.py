@@ -94,7 +94,7 @@ def through_a_file(state):
     epoch=st.integers(0, 2),
     kind=st.sampled_from(sorted(KINDS)),
 )
-def test_a_run_goes_on_with_any_number_of_processes(length, batch_size, processes, stops, epoch, kind):
+def test_a_run_continues_with_any_number_of_processes(length, batch_size, processes, stops, epoch, kind):
     def make(count):
         return loaders(range(length), count, batch_size, kind=kind)
 
@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_any_number_of_processes(length, batch_size, processe
     even=st.booleans(),
     drop_last=st.booleans(),
 )
-def test_a_run_goes_on_however_it_is_shared_out(length, batch_size, processes, stop, split, even, drop_last):
+def test_a_run_continues_however_it_is_sharded(length, batch_size, processes, stop, split, even, drop_last):
     batch_size *= processes[0] * processes[1] if split else 1
     options = {"kind": "shuffle", "split": split, "even": even, "drop_last": drop_last}
 
@@ -194,7 +194,7 @@ def test_skipped_samples_are_not_read():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_stream_goes_on(workers, processes):
+def test_a_stream_continues(workers, processes):
     (loader,) = loaders(Stream(23), 1, workers=workers)
     seen = real_samples([iter(loader)], [loader], 4)
     some = loaders(Stream(23), processes, workers=workers)
@@ -360,20 +360,20 @@ def test_whole_batches_of_unknown_size_are_counted():
         ({"ended": 1}, "ended=1: it must be True or False"),
     ],
 )
-def test_impossible_states_are_refused(change, message):
+def test_impossible_states_are_rejected(change, message):
     (loader,) = loaders(range(20), 1, kind="shuffle")
     with pytest.raises(ValueError, match=message):
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
 @pytest.mark.parametrize("state", [{"_iterator_finished": True}, {}, None, [1]])
-def test_foreign_states_are_refused(state):
+def test_foreign_states_are_rejected(state):
     (loader,) = loaders(range(20), 1)
     with pytest.raises(ValueError, match="not the state of a prepared loader"):
         loader.load_state_dict(state)
 
 
-def test_a_shuffled_place_is_refused_by_a_loader_in_order():
+def test_a_shuffled_place_is_rejected_by_a_loader_in_order():
     (shuffled,), (in_order,) = loaders(range(20), 1, kind="shuffle"), loaders(range(20), 1)
     with pytest.raises(ValueError, match="that of a shuffled loader, but this is an unshuffled one"):
         in_order.load_state_dict(shuffled.state_dict())
@@ -398,7 +398,7 @@ def test_an_epoch_begins_once():
     assert first.cursor(None).consumed == 10
 
 
-def test_a_state_of_before_epochs_were_drawn_from_seed_plus_epoch_goes_on_in_its_order():
+def test_a_state_of_before_epochs_were_drawn_from_seed_plus_epoch_continues_in_its_order():
     loader = loaders(range(12), 1, 4, kind="shuffle")[0]
     batches = iter(loader)
     next(batches)

@@ -143,7 +143,7 @@ def test_workers_take_turns_so_that_the_order_stays():
     assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 0]]
 
 
-def test_a_divided_stream_goes_on_where_its_workers_were():
+def test_a_divided_stream_continues_where_its_workers_were():
     shard = IterableDatasetShard(Divided(40), 4)
 
     class Reader(IterableDataset):
@@ -207,6 +207,6 @@ def test_blocks_are_collated():
         ({"num_processes": 2, "process_index": 2}, "below num_processes=2, but it is 2"),
     ],
 )
-def test_bad_input_is_refused(kwargs, message):
+def test_bad_input_is_rejected(kwargs, message):
     with pytest.raises(ValueError, match=message):
         IterableDatasetShard(Stream(3), **kwargs)

@@ -90,7 +90,7 @@ def read_first(data, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_shards_itself_is_told_where_process_0_reads_for_all(world, workers):
+def test_a_stream_that_shards_itself_is_reported_where_process_0_reads_for_all(world, workers):
     world.run(read_first, SelfSharded, workers, size=2)
     first, second = world.run(read_first, Numbers, workers, size=2)
 
@@ -104,7 +104,7 @@ def read_the_same(data):
 
 
 @pytest.mark.parametrize("data", [Numbers(4), Subset(range(8), range(4))])
-def test_data_that_is_whole_on_each_process_is_told(world, data):
+def test_data_that_is_whole_on_each_process_is_reported(world, data):
     assert world.run(read_the_same, data, size=2) == [[list(range(4))] * 2] * 2
 
 
@@ -130,7 +130,7 @@ def read_augmented():
         return [int(batch) for batch in loader]
 
 
-def test_random_augmentation_is_told_and_goes_on(world):
+def test_random_augmentation_is_reported_and_continues(world):
     assert world.run(read_augmented, size=2) == [[0, 2, 4], [1, 3, 5]]
 
 

@@ -117,7 +117,9 @@ def samples_of(found, rank):
     workers=st.tuples(*[st.integers(0, 3)] * 3),
     stops=st.tuples(st.integers(1, 6), st.integers(1, 6)),
 )
-def test_a_stream_goes_on_on_other_processes_and_workers(kind, length, batch_size, processes, workers, stops):
+def test_a_stream_continues_on_other_processes_and_workers(
+    kind, length, batch_size, processes, workers, stops
+):
     """Stop twice; the order is that of the workers which began the epoch."""
 
     def shards(count):
@@ -207,7 +209,7 @@ def whole_order(kind, workers, dispatch):
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(("workers", "other"), [(0, 0), (0, 2), (2, 2), (2, 0), (2, 1)])
-def test_a_loader_goes_on_with_other_workers(kind, workers, other, dispatch):
+def test_a_loader_continues_with_other_workers(kind, workers, other, dispatch):
     order = whole_order(kind, workers, dispatch)
     loader = on_one_process(kind, workers, dispatch)
     seen = []
@@ -350,7 +352,7 @@ def test_marks_of_workers_make_a_place():
         ({"parts": None}, "impossible stream"),
     ],
 )
-def test_impossible_places_are_refused(change, message):
+def test_impossible_places_are_rejected(change, message):
     loader = prepared(Stateful(9))
     next(iter(loader))
     state = loader.state_dict()

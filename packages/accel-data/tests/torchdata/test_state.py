@@ -116,7 +116,7 @@ def test_what_is_prepared_is_an_instance(dispatch):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_loader_goes_on_where_a_prepared_one_was(kind, steps, workers):
+def test_a_plain_loader_continues_where_a_prepared_one_was(kind, steps, workers):
     if workers and "stream" in kind:
         workers = 1  # it does not divide itself: two workers would read all of it twice
     _, state, rest = read_on(prepared(kind, num_workers=workers), steps)
@@ -131,7 +131,7 @@ def test_a_plain_loader_goes_on_where_a_prepared_one_was(kind, steps, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prepared_loader_goes_on_where_a_plain_one_was(kind, steps, workers):
+def test_a_prepared_loader_continues_where_a_plain_one_was(kind, steps, workers):
     if workers and "stream" in kind:
         workers = 1
     torch.manual_seed(1)
@@ -198,7 +198,7 @@ def test_a_stream_with_a_state_is_not_read_again():
 
 
 @pytest.mark.parametrize(("saved", "here"), [("in order", "shuffled"), ("shuffled", "in order")])
-def test_loaders_that_are_not_made_alike_refuse_a_state(saved, here):
+def test_loaders_that_are_not_made_equally_reject_a_state(saved, here):
     _, state, _ = read_on(KINDS[saved](StatefulDataLoader), 1)
 
     with pytest.raises(ValueError, match="both with shuffle=True, or both without"):
@@ -216,7 +216,7 @@ def test_loaders_that_are_not_made_alike_refuse_a_state(saved, here):
     ],
     ids=str,
 )
-def test_states_that_are_not_whole_are_refused(change):
+def test_states_that_are_not_whole_are_rejected(change):
     _, state, _ = read_on(KINDS["in order"](StatefulDataLoader), 1)
     loader = prepared("in order")
 

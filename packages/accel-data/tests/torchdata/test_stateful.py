@@ -89,7 +89,7 @@ def test_a_sampler_of_torchdata_is_cut_and_not_walked(batched):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_shuffled_loader_of_torchdata_goes_on_on_other_processes(workers):
+def test_a_shuffled_loader_of_torchdata_continues_on_other_processes(workers):
     torch.manual_seed(5)
     loader = shuffled(num_workers=workers)
     order = samples(loader)

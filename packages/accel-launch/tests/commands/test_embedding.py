@@ -73,7 +73,7 @@ def test_what_starts_deepspeed(folder: Path, flags: list[str], starts: list[str]
     assert environ["PATH"] == os.environ["PATH"]
 
 
-def test_deepspeed_has_to_be_asked_for() -> None:
+def test_deepspeed_has_to_be_requested() -> None:
     with pytest.raises(LaunchError, match="Give --use_deepspeed"):
         embedding.prepare_deepspeed_cmd_env(launch_command_parser().parse_args(["--cpu", "script.py"]))
 

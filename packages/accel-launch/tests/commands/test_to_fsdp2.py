@@ -68,7 +68,7 @@ def test_hybrid_strategies_become_a_mesh_of_machines():
     }
 
 
-def test_what_cannot_be_converted_is_refused():
+def test_what_cannot_be_converted_is_rejected():
     assert converted({"fsdp_state_dict_type": "LOCAL_STATE_DICT"})["fsdp_config"]["fsdp_state_dict_type"] == (
         "SHARDED_STATE_DICT"
     )

@@ -143,7 +143,7 @@ def test_errors_name_file_place_value_and_fix(tmp_path: Path, text: str, message
     assert [message for message in (str(path), *messages) if message not in str(error.value)] == []
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not text in UTF-8"):

@@ -116,7 +116,7 @@ def test_typos_are_named(plan: Any, flags: tuple[str, ...], hosts: str, message:
         command(made)
 
 
-def test_a_launcher_without_a_hostfile_is_refused(plan: Any) -> None:
+def test_a_launcher_without_a_hostfile_is_rejected(plan: Any) -> None:
     made = plan("--num_machines", "2", "--deepspeed_multinode_launcher", "pdsh")
     with pytest.raises(LaunchError, match="pdsh needs a hostfile: give --deepspeed_hostfile"):
         command(made)

@@ -68,7 +68,7 @@ def test_a_file_of_several_machines_needs_no_address(tmp_path: Path) -> None:
         (("--launcher", "mpirun", "--max_restarts", "1"), "mpirun does not support max_restarts=1"),
     ],
 )
-def test_what_mpirun_cannot_do_is_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+def test_what_mpirun_cannot_do_is_rejected(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         plan(tmp_path, *flags)
 

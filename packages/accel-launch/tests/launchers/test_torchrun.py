@@ -223,7 +223,7 @@ def other_machine(plan: Any, *flags: str, host: str = "127.0.0.1") -> Any:
     return plan(*machines, "--main_process_ip", host, *flags)
 
 
-def test_a_host_that_nobody_knows_is_refused_at_once(plan: Any) -> None:
+def test_a_host_that_nobody_knows_is_rejected_immediately(plan: Any) -> None:
     with pytest.raises(LaunchError, match=r"main_process_ip=no-such-host\.invalid .* is not known here"):
         reach_machine_0(other_machine(plan, host="no-such-host.invalid"), 29500, listens=False)
 
@@ -250,7 +250,7 @@ def test_a_machine_0_that_comes_late_is_waited_for(plan: Any) -> None:
         timer.join()
 
 
-def test_a_bad_timeout_is_refused(plan: Any) -> None:
+def test_a_bad_timeout_is_rejected(plan: Any) -> None:
     with pytest.raises(LaunchError, match="timeout=soon is not allowed"):
         reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=soon"), 29500, listens=False)
 

@@ -55,7 +55,7 @@ def test_a_port_of_choice() -> None:
         assert port_of(port_socket) == port
 
 
-def test_a_port_in_use_is_refused_by_name() -> None:
+def test_a_port_in_use_is_rejected_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = port_of(server)
         with pytest.raises(LaunchError, match=rf"Port {port} \(from --main_process_port\) is in use.*or 0"):

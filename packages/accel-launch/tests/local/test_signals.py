@@ -68,7 +68,7 @@ def test_a_late_wake_reaches_no_other_file() -> None:
         os.close(writing)
 
 
-def test_another_thread_is_refused() -> None:
+def test_another_thread_is_rejected() -> None:
     errors: list[Exception] = []
 
     def enter() -> None:

@@ -121,7 +121,7 @@ def test_what_starts_the_workers(plan: Any, flags: tuple[str, ...], how: str) ->
         (("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h"), "static"),
     ],
 )
-def test_workers_that_may_start_anew_meet_by_c10d(plan: Any, flags: tuple[str, ...], backend: str) -> None:
+def test_workers_that_may_start_again_meet_by_c10d(plan: Any, flags: tuple[str, ...], backend: str) -> None:
     made = plan(*flags)
 
     assert made.settings.value("rdzv_backend") == backend
@@ -169,7 +169,7 @@ def test_a_static_rendezvous_and_restarts_give_a_warning(plan: Any) -> None:
         (("--launcher", "ray", "--tpu", "--tpu_cluster"), CPU_ONLY, ("Ray", "tpu=True", "leave that out")),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_what_does_not_fit_is_rejected(
     plan: Any, flags: tuple[str, ...], machine: Machine, messages: tuple[str, ...]
 ) -> None:
     with pytest.raises(LaunchError) as error:
@@ -206,7 +206,7 @@ def test_flags_without_effect_give_a_warning(plan: Any, flags: tuple[str, ...], 
 OUTER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500", "A": "b"}
 
 
-def test_one_process_asked_for_inside_a_worker_is_a_run_of_its_own(plan: Any) -> None:
+def test_one_process_requested_inside_a_worker_is_a_run_of_its_own(plan: Any) -> None:
     made = plan("--num_processes", "1", environ={**OUTER, "TORCHELASTIC_RUN_ID": "x"})
 
     assert made.launcher == "exec"
@@ -228,7 +228,7 @@ def test_outside_a_worker_nothing_is_dropped(plan: Any) -> None:
 
 
 @pytest.mark.parametrize("processes", ["1", "4"])
-def test_a_mesh_for_another_number_of_processes_is_refused(plan: Any, processes: str) -> None:
+def test_a_mesh_for_another_number_of_processes_is_rejected(plan: Any, processes: str) -> None:
     config = {"parallelism_config": {"parallelism_config_tp_size": 4, "parallelism_config_dp_shard_size": 2}}
     with pytest.raises(LaunchError) as error:
         plan("--num_processes", processes, config=config)
@@ -239,6 +239,6 @@ def test_a_mesh_for_another_number_of_processes_is_refused(plan: Any, processes:
     assert plan("--num_processes", "8", config=config).processes == 8
 
 
-def test_a_config_for_a_machine_with_more_gpus_is_refused(plan: Any) -> None:
+def test_a_config_for_a_machine_with_more_gpus_is_rejected(plan: Any) -> None:
     with pytest.raises(LaunchError, match=r"num_processes=8 \(from c.yaml\) .* only 4 GPUs are visible"):
         plan(config={"num_processes": 8, "distributed_type": "MULTI_GPU"}, machine=FOUR_GPUS)

@@ -80,7 +80,7 @@ def test_another_number_of_tpus_is_ignored_with_a_warning(tmp_path: Path) -> Non
         (("--no_python", "no-such-program"), "no program 'no-such-program' on the PATH"),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_what_cannot_run_is_rejected(
     tokens: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

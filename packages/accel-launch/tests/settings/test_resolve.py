@@ -108,7 +108,7 @@ def test_flags_that_exclude_each_other(flags: tuple[str, ...]) -> None:
         settle(*flags)
 
 
-def test_one_file_cannot_ask_for_both() -> None:
+def test_one_file_cannot_request_both() -> None:
     with pytest.raises(LaunchError, match="exclude each other"):
         settle(config={"distributed_type": "MULTI_GPU", "use_cpu": True})
 

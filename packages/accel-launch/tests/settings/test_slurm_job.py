@@ -120,7 +120,7 @@ def test_a_batch_script_starts_a_launcher_on_each_machine(plan: Any) -> None:
     assert "-m accel_launch launch --cpu=true --mixed_precision=bf16 " in command
 
 
-def test_outside_of_a_job_srun_asks_for_machines(plan: Any) -> None:
+def test_outside_of_a_job_srun_requests_machines(plan: Any) -> None:
     made = plan({}, "--launcher", "srun", "--num_machines", "3")
 
     assert prepared(made, {}).command[:2] == ["srun", "--nodes=3"]
@@ -208,7 +208,7 @@ def test_flags_and_variables_of_the_user_come_first(plan: Any) -> None:
         (MACHINE, ("--machine_rank", "2"), r"but num_machines=2 \(from SLURM_STEP_NUM_NODES\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_what_does_not_fit_is_rejected(
     plan: Any, environ: dict[str, str], flags: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(LaunchError, match=message):

@@ -81,7 +81,7 @@ def unpicklable(source: int) -> list[str]:
 
 
 @pytest.mark.parametrize("source", [0, 2])
-def test_what_cannot_be_pickled_raises_everywhere_and_hangs_nobody(world, source):
+def test_what_cannot_be_pickled_raises_everywhere_and_does_not_hang(world, source):
     for gathering, broadcasting, after in world.run(unpicklable, source, size=3):
         assert f"gather_object: the objects of process {source} (ValueError: a socket)" in gathering
         assert (
@@ -100,7 +100,7 @@ def other_length() -> str:
     return str(given)
 
 
-def test_lists_of_another_length_are_refused(world):
+def test_lists_of_another_length_are_rejected(world):
     first, second = world.run(other_length)
 
     assert first == "[1]"

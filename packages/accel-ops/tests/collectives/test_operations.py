@@ -655,7 +655,7 @@ def test_a_jagged_tensor_is_named() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_sums_of_booleans_are_refused_by_one_process_too(reduction: str) -> None:
+def test_sums_of_booleans_are_rejected_by_one_process_too(reduction: str) -> None:
     with pytest.raises(TypeError, match=r"data\['a'\] is boolean. .* reduction='max'"):
         reduce({"a": torch.ones(1, dtype=torch.bool)}, reduction)
 
@@ -685,7 +685,7 @@ def into_shared_memory() -> list[str]:
     return errors
 
 
-def test_values_that_do_not_fit_into_shared_memory_are_refused(world: Any) -> None:
+def test_values_that_do_not_fit_into_shared_memory_are_rejected(world: Any) -> None:
     none, one = world.run(into_shared_memory)
     assert none == []
     assert len(one) == 1
@@ -710,7 +710,7 @@ def test_processes_may_differ_in_what_needs_gradients(world: Any) -> None:
     assert world.run(of_one_whose_processes_differ_in_gradients) == [[[0.0, 0.0, 1.0, 1.0]] * 3] * 2
 
 
-def test_losses_with_gradients_beside_others_are_gathered(world: Any) -> None:
+def test_losses_with_gradients_next_to_others_are_gathered(world: Any) -> None:
     for result in world.run(of_losses):
         assert result == ([[0.0, 1.0], [1.0, 2.0]], False)
 

@@ -118,7 +118,7 @@ def test_the_last_entry_is_repeated_until_the_batch_divides(batch, processes):
     assert pad_input_tensors(data, batch, processes, dim=1)["wide"].shape == (2, len(padded["x"]))
 
 
-def test_impossible_paddings_are_refused():
+def test_impossible_paddings_are_rejected():
     with pytest.raises(ValueError, match="num_processes=0"):
         pad_input_tensors(torch.zeros(2), 2, 0)
 
@@ -130,7 +130,7 @@ def test_one_process_warns_of_nested_tensors_too():
         assert pad_across_processes(nested) is nested
 
 
-def test_sparse_tensors_are_refused_by_name():
+def test_sparse_tensors_are_rejected_by_name():
     with pytest.raises(TypeError, match=r"moves dense tensors, but data\[1\] is a sparse"):
         pad_across_processes([torch.zeros(1), torch.eye(2).to_sparse()])
 

@@ -98,7 +98,7 @@ def test_the_report_says_what_is_known_of_each_process():
     ]
 
 
-def test_processes_alike_share_a_line():
+def test_equal_processes_share_a_line():
     ranks = [status(5, 1.2, "barrier") for _ in range(1000)]
     ranks[7] = status(4)
     lines = text(ranks, {"0": list(range(1000))}).splitlines()

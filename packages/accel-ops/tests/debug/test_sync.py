@@ -105,7 +105,7 @@ def test_the_first_difference_is_named_on_every_process(world, kind):
 
 
 @pytest.mark.parametrize("kind", ["alike", "nan"])
-def test_what_is_alike_passes_and_nan_is_equal_to_itself(world, kind):
+def test_what_is_equal_passes_and_nan_is_equal_to_itself(world, kind):
     assert world.run(compare, kind, size=3) == [[], [], []]
 
 
@@ -140,7 +140,7 @@ def count(buffers: bool, rng: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("buffers", "rng"), [(True, True), (False, False)])
-def test_what_is_alike_takes_one_collective_and_choices_are_left_out(world, buffers, rng):
+def test_what_is_equal_takes_one_collective_and_choices_are_left_out(world, buffers, rng):
     assert world.run(count, buffers, rng) == [["all_gather"]] * 2
 
 
@@ -164,7 +164,7 @@ def in_parts(changed: str) -> Any:
         return str(error)
 
 
-def test_tensors_in_parts_are_compared_where_they_are_alike(world):
+def test_sharded_tensors_are_compared_where_they_are_equal(world):
     assert world.run(in_parts, "", size=4) == [["Module.own", "Module.single"]] * 4
 
     told = world.run(in_parts, "part", size=4)

@@ -192,7 +192,7 @@ def breaks() -> tuple[list[str], bool]:
     return written, dog.is_running
 
 
-def test_a_watchdog_that_fails_says_so_once_and_training_goes_on(world: Any) -> None:
+def test_a_watchdog_that_fails_says_so_once_and_training_continues(world: Any) -> None:
     for written, is_running in world.run(breaks):
         assert not is_running
         assert len(written) == 1
@@ -363,7 +363,7 @@ def test_who_raises_is_named_with_its_error(ended: dict[str, tuple[int, str]], f
     ) in report_of(ended, f"raises {failing}")
 
 
-def test_a_collective_that_main_alone_calls_is_shown_beside_that_of_the_others(
+def test_a_collective_that_main_alone_calls_is_shown_next_to_that_of_the_others(
     ended: dict[str, tuple[int, str]],
 ) -> None:
     assert [ended[f"main {rank}"][0] for rank in range(2)] == [1, 1]

@@ -126,6 +126,6 @@ def test_concatenate_goes_by_key_not_by_position() -> None:
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], ValueError, r"dict with \['a'\], dict with \['b'\]"),
     ],
 )
-def test_concatenate_refuses(data: Any, error: type[Exception], message: str) -> None:
+def test_concatenate_rejects(data: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         concatenate(data)

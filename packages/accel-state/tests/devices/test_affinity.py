@@ -89,7 +89,7 @@ def test_override_may_leave_an_earlier_binding(nodes: Path) -> None:
     assert os.sched_getaffinity(0) == {second}
 
 
-def test_node_without_a_core_for_us_is_told_and_changes_nothing(nodes: Path) -> None:
+def test_node_without_a_core_for_us_is_reported_and_changes_nothing(nodes: Path) -> None:
     allowed = os.sched_getaffinity(0)
     other = max(allowed) + 1
     _node(nodes, 0, str(other))
@@ -113,7 +113,7 @@ def test_cores_nearest_to_the_device_win_over_the_nodes(nodes: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("verbose", "debug", "told"), [(True, "0", 1), (None, "1", 1), (False, "1", 0)])
-def test_cores_are_logged_when_asked(
+def test_cores_are_logged_on_request(
     verbose: bool | None,
     debug: str,
     told: int,

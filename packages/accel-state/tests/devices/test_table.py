@@ -66,7 +66,7 @@ def test_row_of_a_device(device: torch.device | str) -> None:
     assert device_spec(device) is DEVICES["cpu"]
 
 
-def test_row_of_an_unknown_device_is_refused() -> None:
+def test_row_of_an_unknown_device_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"Device 'abacus:1' is not known; allowed types: xla.*cpu"):
         device_spec("abacus:1")
 
@@ -76,7 +76,7 @@ def test_detection_takes_the_first_hardware(machine_with_cuda: None) -> None:
     assert default_device() == torch.device("cuda")
 
 
-def test_cpu_can_be_asked_for(machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_can_be_requested(machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect(cpu=True).type == "cpu"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert detect().type == "cpu"
@@ -92,7 +92,7 @@ def test_torch_device_is_honoured(machine_with_cuda: None, monkeypatch: pytest.M
     assert default_device() == torch.device("cpu", 64)
 
 
-def test_torch_device_beside_cpu_is_not_ignored_in_silence(
+def test_torch_device_next_to_cpu_is_not_ignored_in_silence(
     machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
@@ -108,7 +108,7 @@ def test_torch_device_beside_cpu_is_not_ignored_in_silence(
         ("cuda:2", r"ACCELERATE_TORCH_DEVICE=cuda:2, but this process sees 2 cuda device\(s\)"),
     ],
 )
-def test_bad_torch_device_is_refused(
+def test_bad_torch_device_is_rejected(
     value: str, message: str, machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", value)
@@ -116,7 +116,7 @@ def test_bad_torch_device_is_refused(
         detect()
 
 
-def test_absent_hardware_is_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_hardware_is_rejected_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "npu")
     with pytest.raises(ValueError, match=r"no npu device \(it needs .* torch_npu\); available: .*cpu"):
         detect()
@@ -205,7 +205,7 @@ def test_a_device_that_is_here_is_found_and_another_is_named():
             existing_device(absent)
 
 
-def test_the_kind_of_accelerator_is_told_without_one(monkeypatch):
+def test_the_kind_of_accelerator_is_reported_without_one(monkeypatch):
     expected = next((e for e in DEVICES.values() if e.is_available() and e.type not in ("cpu", "mps")), None)
     kind = expected.type if expected else "cuda"
 

@@ -24,7 +24,7 @@ def test_get_gives_the_default_for_unset_and_empty():
     assert env.get("ACCELERATE_DYNAMO_USE_DYNAMIC", {}) is None
 
 
-def test_get_refuses_bad_text_and_unknown_names():
+def test_get_rejects_bad_text_and_unknown_names():
     name = "ACCELERATE_MIXED_PRECISION"
     with pytest.raises(ValueError, match=rf"{name} has the value 'fp7'; allowed: no, fp8, fp16"):
         env.get(name, {name: "fp7"})
@@ -56,7 +56,7 @@ def test_put_writes_what_get_reads_and_none_removes():
     assert child == {}
 
 
-def test_put_refuses_bad_values_and_unknown_names():
+def test_put_rejects_bad_values_and_unknown_names():
     child = {}
     with pytest.raises(ValueError, match="FSDP_VERSION has the value '3'; allowed: 1, 2"):
         env.put(child, "FSDP_VERSION", 3)
@@ -96,7 +96,7 @@ def test_str_to_bool_false(value):
     assert env.str_to_bool(value, to_bool=True) is False
 
 
-def test_str_to_bool_refuses_other_words():
+def test_str_to_bool_rejects_other_words():
     with pytest.raises(ValueError, match="'maybe' is neither true nor false"):
         env.str_to_bool("maybe")
 
@@ -184,13 +184,13 @@ class TestCPUInformation:
                 monkeypatch.setenv(name, value)
         assert env.get_cpu_distributed_information() == (1, 2, 1, 3)
 
-    def test_a_rank_beyond_the_world_is_refused(self, monkeypatch):
+    def test_a_rank_beyond_the_world_is_rejected(self, monkeypatch):
         monkeypatch.setenv("RANK", "2")
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(ValueError, match=r"rank 2 of 2 processes.*RANK.*WORLD_SIZE.*unset both"):
             env.get_cpu_distributed_information()
 
-    def test_a_rank_that_is_no_number_is_refused(self, monkeypatch):
+    def test_a_rank_that_is_no_number_is_rejected(self, monkeypatch):
         monkeypatch.setenv("RANK", "first")
         with pytest.raises(ValueError, match="RANK has the value 'first'"):
             env.get_cpu_distributed_information()

@@ -140,12 +140,12 @@ def test_compare_versions(site, operation, requirement, truth):
     assert compare_versions(Version("1.2.3+cpu"), operation, requirement) is truth
 
 
-def test_a_local_suffix_counts_where_it_is_asked_for():
+def test_a_local_suffix_counts_where_it_is_requested():
     assert compare_versions(Version("1.2.3+cpu"), "==", "1.2.3+cpu")
     assert not compare_versions(Version("1.2.3+cpu"), "==", "1.2.3+cu126")
 
 
-def test_compare_versions_refuses_what_it_cannot_compare():
+def test_compare_versions_rejects_what_it_cannot_compare():
     with pytest.raises(ValueError, match="'=>' is not a comparison; use one of >, >=, ==, !=, <=, <"):
         compare_versions("torch", "=>", "2.0")
     with pytest.raises(ValueError, match="two"):

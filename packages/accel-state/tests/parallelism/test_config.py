@@ -155,7 +155,7 @@ def test_a_handler_of_an_inactive_axis_is_warned_of():
     assert caught[0].filename == __file__
 
 
-def test_a_handler_of_another_class_is_refused():
+def test_a_handler_of_another_class_is_rejected():
     with pytest.raises(TypeError, match="tp_handler must be a TorchTensorParallelConfig, not 'async'"):
         ParallelismConfig(tp_size=2, tp_handler="async")
 

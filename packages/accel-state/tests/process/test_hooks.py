@@ -25,13 +25,13 @@ def _calls_of_a_run() -> list[tuple[str, int]]:
     return calls
 
 
-def test_joining_and_every_wait_are_told_in_debug_mode(world: World) -> None:
+def test_joining_and_every_wait_are_reported_in_debug_mode(world: World) -> None:
     calls = world.run(_calls_of_a_run, env={"ACCELERATE_DEBUG_MODE": "true"})
 
     assert calls == [[("joined", rank), ("waits", rank), ("waits", rank)] for rank in range(2)]
 
 
-def test_nothing_is_told_without_debug_mode(world: World) -> None:
+def test_nothing_is_reported_without_debug_mode(world: World) -> None:
     assert world.run(_calls_of_a_run) == [[], []]
 
 

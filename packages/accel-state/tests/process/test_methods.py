@@ -116,7 +116,7 @@ def test_one_process_does_the_work_of_any_index(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "option"), [("on_process", "process_index"), ("on_local_process", "local_process_index")]
 )
-def test_missing_index_is_refused(name: str, option: str) -> None:
+def test_missing_index_is_rejected(name: str, option: str) -> None:
     with pytest.raises(ValueError, match=f"{name} needs {option}.*{option}=0"):
         getattr(Control(), name)(print)
 
@@ -149,7 +149,7 @@ def test_main_process_goes_first(world: World, tmp_path: Any, size: int, local: 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_others_go_on_when_the_first_fails(world: World, tmp_path: Any, size: int) -> None:
+def test_others_continue_when_the_first_fails(world: World, tmp_path: Any, size: int) -> None:
     results = world.run(_turns, str(tmp_path / "order"), False, True, size=size)
 
     assert results == ["disk full"] + [None] * (size - 1)
@@ -182,7 +182,7 @@ def _wait_without_group() -> str:
     return str(error.value)
 
 
-def test_waiting_after_the_group_is_gone_is_refused(world: World) -> None:
+def test_waiting_after_the_group_is_gone_is_rejected(world: World) -> None:
     messages = world.run(_wait_without_group)
 
     assert messages[1].startswith("Process 1 of 2 cannot wait for the others")
@@ -214,7 +214,7 @@ def _split_dictionary(length: int, padding: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_dictionary_is_split_alike_on_every_process(world: World, size: int, padding: bool) -> None:
+def test_a_dictionary_is_split_equally_on_every_process(world: World, size: int, padding: bool) -> None:
     length = 4
     parts = world.run(_split_dictionary, length, padding, size=size)
     together = [number for part in parts for number in part["ids"]]

@@ -98,7 +98,7 @@ def test_runtime_of_the_hardware_is_asked_before_the_environment(monkeypatch: py
 
 
 @pytest.mark.parametrize("options", [{"rank": 2, "world_size": 2}, {"rank": 1}, {"world_size": 2}])
-def test_rank_outside_the_run_is_refused(options: dict[str, int]) -> None:
+def test_rank_outside_the_run_is_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"Rank -?\d is not one of -?\d process.*both, or neither"):
         ranks.find_ranks(CPU, options)
 
@@ -123,7 +123,7 @@ def test_hardware_without_indices_has_none() -> None:
     assert ranks.device_index(CPU, CPUInformation(7, 8, 3, 4)) is None
 
 
-def test_one_process_keeps_an_index_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_keeps_an_index_that_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
 
     assert ranks.device_index(CPU, CPUInformation(0, 1, 0, 1)) == 64
@@ -141,7 +141,7 @@ def test_processes_that_see_one_device_each_use_it(monkeypatch: pytest.MonkeyPat
     assert ranks.device_index(hardware(1), CPUInformation(3, 4, 3, 4)) == 0
 
 
-def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_devices_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"Local rank 2 .* sees 2 cuda device\(s\) for 4 processes"):
         ranks.device_index(hardware(2), CPUInformation(2, 4, 2, 4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -142,7 +142,7 @@ def test_explicit_store_rank_and_size(world: World, tmp_path: Path) -> None:
     assert world.run(_explicit_store, str(tmp_path / "store"), init=False) == [(0, 2), (1, 2)]
 
 
-def test_a_process_that_nobody_launched_binds_its_group_to_the_current_device() -> None:
+def test_a_process_that_no_launcher_started_binds_its_group_to_the_current_device() -> None:
     """torch rejects a device without an index, which the device of such a process is."""
     cuda = DEVICES["cuda"]
     spec = replace(cuda, calls={**cuda.calls, "current_device": lambda: 3})
@@ -169,7 +169,7 @@ def _foreign_device() -> str:
     return str(error.value)
 
 
-def test_group_that_cannot_serve_the_device_is_refused(world: World) -> None:
+def test_group_that_cannot_serve_the_device_is_rejected(world: World) -> None:
     message = world.run(_foreign_device, size=1)[0]
 
     assert "does not support meta" in message
@@ -223,7 +223,7 @@ def _beside() -> list[float]:
     return value.tolist()
 
 
-def test_groups_beside_the_default_one_live_as_long_as_it_does(world: World) -> None:
+def test_groups_next_to_the_default_one_live_as_long_as_it_does(world: World) -> None:
     # The second run has another default group: with the groups of the first it would hang or raise.
     for _ in range(2):
         assert world.run(_beside, size=2) == [[2.0], [2.0]]

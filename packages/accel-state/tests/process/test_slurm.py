@@ -23,11 +23,11 @@ def test_nothing_is_known_outside_of_slurm() -> None:
 
 
 @pytest.mark.parametrize("text", ["two", "4,", "4(x)", "4 2"])
-def test_what_slurm_does_not_set_is_refused(text: str) -> None:
+def test_what_slurm_does_not_set_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"SLURM_TASKS_PER_NODE=.* is not understood; Slurm sets e.g. 8"):
         tasks_on_machine(0, {"SLURM_TASKS_PER_NODE": text})
 
 
-def test_a_machine_that_the_list_does_not_have_is_refused() -> None:
+def test_a_machine_that_the_list_does_not_have_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"4,2 lists 2 machine.*SLURM_NODEID=2"):
         tasks_on_machine(2, {"SLURM_TASKS_PER_NODE": "4,2"})

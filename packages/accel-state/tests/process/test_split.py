@@ -50,7 +50,7 @@ def test_padded_shares_have_one_size(length: int, size: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(length=lengths, size=sizes)
-def test_shares_together_are_the_inputs(kind: str, length: int, size: int) -> None:
+def test_all_slices_are_the_inputs(kind: str, length: int, size: int) -> None:
     inputs = KINDS[kind](range(length))
     shares = [split(inputs, rank, size) for rank in range(size)]
 
@@ -86,7 +86,7 @@ def test_documented_example() -> None:
     assert [split(inputs, rank, 2, apply_padding=True) for rank in range(2)] == [["A", "B"], ["C", "C"]]
 
 
-def test_dictionary_values_are_split_alike_and_keep_their_types() -> None:
+def test_dictionary_values_are_split_equally_and_keep_their_types() -> None:
     inputs = OrderedDict(a=[1, 2, 3], b=("x", "y", "z"), c={"inner": torch.arange(6).view(3, 2)})
 
     second = split(inputs, 1, 2, apply_padding=True)
@@ -144,22 +144,22 @@ def test_dataset_selects_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert split(Dataset([]), 1, 2, apply_padding=True).items == []
 
 
-def test_uneven_dictionary_is_refused_with_its_lengths() -> None:
+def test_uneven_dictionary_is_rejected_with_its_lengths() -> None:
     with pytest.raises(ValueError, match=r"inputs\['a'\]: 2, inputs\['b'\]: 3.*split them one by one"):
         split({"a": [1, 2], "b": [1, 2, 3]}, 0, 2)
 
 
-def test_uneven_dictionary_is_refused_on_one_process_too() -> None:
+def test_uneven_dictionary_is_rejected_on_one_process_too() -> None:
     with pytest.raises(ValueError, match="one length"):
         split({"a": [1, 2], "b": [1, 2, 3]}, 0, 1)
 
 
 @pytest.mark.parametrize("inputs", ["a prompt", 7, {1, 2}, {"a": "text"}])
-def test_other_types_are_refused(inputs: Any) -> None:
+def test_other_types_are_rejected(inputs: Any) -> None:
     with pytest.raises(TypeError, match=r"is of type (str|int|set).*allowed: list"):
         split(inputs, 0, 2)
 
 
-def test_tensor_without_dimensions_is_refused() -> None:
+def test_tensor_without_dimensions_is_rejected() -> None:
     with pytest.raises(ValueError, match="unsqueeze"):
         split(torch.tensor(1), 0, 2)

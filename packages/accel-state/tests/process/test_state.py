@@ -73,7 +73,7 @@ def test_current_process_is_what_the_state_holds() -> None:
     assert current_process() is PartialState().process
 
 
-def test_reset_is_told_by_handles_and_undone_by_a_new_one() -> None:
+def test_reset_is_noticed_by_handles_and_undone_by_a_new_one() -> None:
     handle = PartialState()
     PartialState._reset_state()
 
@@ -104,7 +104,7 @@ def test_debug_mode_and_fork_come_from_the_environment(monkeypatch: pytest.Monke
     assert state.fork_launched
 
 
-def test_unknown_option_is_refused() -> None:
+def test_unknown_option_is_rejected() -> None:
     with pytest.raises(TypeError, match=r"unknown option.* time_out; it takes cpu .*timeout"):
         PartialState(time_out=5)
 
@@ -115,7 +115,7 @@ def test_options_of_the_group_do_not_matter_to_one_process() -> None:
     assert PartialState(timeout=datetime.timedelta(seconds=9)).process == ALONE
 
 
-def test_cpu_after_another_device_is_refused() -> None:
+def test_cpu_after_another_device_is_rejected() -> None:
     PartialState()
     # A machine with a GPU, as the second PartialState would see it.
     elsewhere = ProcessInfo(0, 1, 0, 1, torch.device("cuda", 0), None, DistributedType.NO)
@@ -138,7 +138,7 @@ def test_cpu_after_another_device_is_refused() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "but MASTER_PORT is not set"),
     ],
 )
-def test_bad_environment_is_refused(
+def test_bad_environment_is_rejected(
     variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -179,7 +179,7 @@ def _bound(sysfs: Path) -> bool:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes to cores")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_affinity_is_set_where_it_is_asked_for(world: World, tmp_path: Path) -> None:
+def test_affinity_is_set_where_it_is_requested(world: World, tmp_path: Path) -> None:
     assert world.run(_bound, tmp_path, size=1, env={"ACCELERATE_CPU_AFFINITY": "true"}) == [True]
     assert world.run(_bound, tmp_path / "not", size=1) == [False]
 
@@ -322,7 +322,7 @@ def _destroy_and_begin_anew() -> float:
     return total.item()
 
 
-def test_reset_after_destroy_begins_anew(world: World) -> None:
+def test_reset_after_destroy_begins_again(world: World) -> None:
     assert world.run(_destroy_and_begin_anew, init=False) == [2.0, 2.0]
 
 

@@ -211,7 +211,7 @@ def dispatched_from_files(net: nn.Module, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("device_map", MAPS.values(), ids=MAPS)
-def test_a_dispatched_model_is_dispatched_anew(net, device_map, tmp_path: Path):
+def test_a_dispatched_model_is_dispatched_again(net, device_map, tmp_path: Path):
     model = dispatched_from_files(net, tmp_path)
     dispatch_model(model, device_map, offload_dir=tmp_path / "offloaded")
     (tmp_path / "model.safetensors").unlink()  # what it was read from before
@@ -243,7 +243,7 @@ def test_an_index_says_where_weights_are_that_come_to_memory(net, device_map, tm
 
 
 @pytest.mark.parametrize("wrong", ["no folder", "a full disk", "a device that is not there"])
-def test_a_model_that_cannot_be_dispatched_anew_runs_as_before(net, wrong: str, tmp_path: Path):
+def test_a_model_that_cannot_be_dispatched_again_runs_as_before(net, wrong: str, tmp_path: Path):
     model = dispatched_from_files(net, tmp_path)
     before = picture(model)
     folder = tmp_path / "offloaded"
@@ -262,7 +262,7 @@ def test_a_model_that_cannot_be_dispatched_anew_runs_as_before(net, wrong: str, 
         assert torch.equal(model(IDS), net(IDS))
 
 
-def test_other_hooks_stay_when_a_model_is_dispatched_anew(net, tmp_path: Path):
+def test_other_hooks_stay_when_a_model_is_dispatched_again(net, tmp_path: Path):
     mine = ModelHook()
     add_hook_to_module(net.blocks[0], mine)
     dispatch_model(net, MAPS["disk"], offload_dir=tmp_path)

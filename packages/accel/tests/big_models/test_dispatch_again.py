@@ -161,7 +161,7 @@ def test_a_load_that_would_change_another_model_changes_nothing(tmp_path: Path):
     assert_computes(model, make(0))
 
 
-def test_a_checkpoint_that_is_saved_anew_leaves_models_in_use_alone(tmp_path: Path):
+def test_a_checkpoint_that_is_saved_again_leaves_models_in_use_alone(tmp_path: Path):
     model = dispatched(tmp_path, MAPS["both"])
     save_weights(make(1).state_dict(), tmp_path)
 

@@ -53,7 +53,7 @@ def test_every_row_leads_to_an_engine():
         ("XLA", "torch_xla", "xla"),
     ],
 )
-def test_an_engine_whose_library_is_missing_is_refused_by_name(monkeypatch, kind, missing, extra):
+def test_an_engine_whose_library_is_missing_is_rejected_by_name(monkeypatch, kind, missing, extra):
     monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
     with pytest.raises(ImportError, match=rf"{kind} engine.*{missing}.*'\./packages/accel\[{extra}\]'"):
         find_engine(kind.lower())
@@ -242,7 +242,7 @@ def check_trigger_refused() -> None:
         pass
 
 
-def test_the_trigger_is_refused_where_ddp_searches_unused_parameters(world):
+def test_the_trigger_is_rejected_where_ddp_searches_unused_parameters(world):
     world.run(check_trigger_refused)
 
 
@@ -400,7 +400,7 @@ def join_others() -> str:
     return str(caught.value)
 
 
-def test_join_leaves_out_what_has_no_collectives_and_refuses_the_rest(world):
+def test_join_leaves_out_what_has_no_collectives_and_rejects_the_rest(world):
     for message in world.run(join_others):
         assert "got a SGD" in message
         assert "Leave it out" in message

@@ -64,7 +64,7 @@ def retry(engine: str, start: int) -> tuple[list[float], int, int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_loop_begins_anew_with_batches_that_fit(world, engine):
+def test_a_loop_begins_again_with_batches_that_fit(world, engine):
     size = 1 if engine == "single" else 2
     shares = 1 if engine in ("single", "tp") else 2
     (expected,) = world.run(retry, "single", FITS, size=1)

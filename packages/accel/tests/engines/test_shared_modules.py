@@ -106,7 +106,7 @@ def prepare_the_unwrapped(engine: str) -> list[float] | str:
 
 
 @pytest.mark.parametrize("engine", SHARDED)
-def test_what_is_sharded_is_prepared_again_or_refused(world, engine):
+def test_what_is_sharded_is_prepared_again_or_rejected(world, engine):
     expected = world.run(prepare_the_unwrapped, "single", size=1)[0]
     for found in world.run(prepare_the_unwrapped, engine):
         if engine.startswith("fsdp1"):

@@ -105,7 +105,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", ["complex", "complex beside", "empty beside", "Adagrad", "Rprop", "average"])
 @pytest.mark.parametrize("engine", SEVERAL)
-def test_it_trains_as_in_one_process_or_is_refused(world, engine, kind):
+def test_it_trains_as_in_one_process_or_is_rejected(world, engine, kind):
     expected = world.run(train, "single", kind, size=1)[0]
     for found in world.run(train, engine, kind):
         if (kind, engine) in REFUSED:

@@ -179,7 +179,7 @@ def test_one_process_reduces_nothing(monkeypatch):
     assert calls == ["sync"]
 
 
-def test_what_is_not_there_on_xla_devices_is_refused():
+def test_what_is_not_there_on_xla_devices_is_rejected():
     context = Accelerator(cpu=True).engine.context
     for plugin in (FullyShardedDataParallelPlugin(), MegatronLMPlugin()):
         with pytest.raises(ValueError, match=r"not supported on XLA devices.*Leave them out"):

@@ -72,7 +72,7 @@ def test_optimizers_and_dtypes_count() -> None:
         (("float32", "DDP", 1, "lion"), "'lion' is not known; known: adam, momentum, sgd"),
     ],
 )
-def test_what_is_not_known_is_refused(arguments: Any, message: str) -> None:
+def test_what_is_not_known_is_rejected(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         training_bytes(SIZE, *arguments)
 
@@ -151,7 +151,7 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
         ("no_such_module_here:model", "cannot be called: No module named 'no_such_module_here'"),
     ],
 )
-def test_what_is_not_there_is_refused(
+def test_what_is_not_there_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,7 @@ def test_a_handler_of_the_call_comes_before_the_constructors(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:with_modules is deprecated:FutureWarning")  # torch 2.15
-def test_shapes_memory_stacks_flops_and_modules_are_recorded_as_asked(tmp_path):
+def test_shapes_memory_stacks_flops_and_modules_are_recorded_as_requested(tmp_path):
     what = ["record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"]
     found = []
     for name, options in [("all", dict.fromkeys(what, True)), ("none", {})]:
@@ -137,7 +137,7 @@ def test_a_block_that_ends_before_the_first_recording_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", [None, {**WAIT, "active": 1}])
-def test_a_second_profiler_inside_is_an_error_and_the_first_goes_on(tmp_path, schedule):
+def test_a_second_profiler_inside_is_an_error_and_the_first_continues(tmp_path, schedule):
     accelerator = Accelerator()
     outer = handler(schedule_option=schedule, output_trace_dir=str(tmp_path))
     with warnings.catch_warnings(), accelerator.profile(outer):

@@ -47,7 +47,7 @@ def after_training(engine: str, changed: bool) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_ordinary_run_is_in_step_and_says_what_is_in_parts(world, engine):
+def test_an_ordinary_run_is_in_step_and_says_what_is_sharded(world, engine):
     not_compared = world.run(after_training, engine, False)[0]
 
     assert len(not_compared) == (0 if engine == "ddp" else 6)
@@ -70,7 +70,7 @@ def save_after(changed: bool, folder: str) -> str:
     return ""
 
 
-def test_a_checkpoint_in_debug_mode_needs_parameters_alike(world, tmp_path: Path):
+def test_a_checkpoint_in_debug_mode_needs_equal_parameters(world, tmp_path: Path):
     debug = {"ACCELERATE_DEBUG_MODE": "1"}
     assert world.run(save_after, False, str(tmp_path / "good"), env=debug) == ["", ""]
     assert (tmp_path / "good").is_dir()

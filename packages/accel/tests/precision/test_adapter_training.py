@@ -132,7 +132,7 @@ def interrupted(engine: str, folder: str) -> tuple[list[float], list[State], int
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_adapters_train_beside_frozen_weights_and_are_resumed_exactly(world, tmp_path, engine):
+def test_adapters_train_next_to_frozen_weights_and_are_resumed_exactly(world, tmp_path, engine):
     expected, norms = plain_run(3)
 
     results = world.run(interrupted, engine, str(tmp_path / "state"), size=ENGINES[engine])

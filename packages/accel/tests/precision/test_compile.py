@@ -70,7 +70,7 @@ def batch(rows: int) -> torch.Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
 
 
-def test_blocks_are_what_stands_beside_its_kind_in_a_list():
+def test_blocks_are_modules_next_to_their_kind_in_a_list():
     model = Net()
     assert repeated_blocks(model) == list(model.blocks)
     assert repeated_blocks(torch.nn.ModuleDict({"inner": model})) == list(model.blocks)

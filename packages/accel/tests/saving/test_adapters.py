@@ -43,7 +43,7 @@ def test_names_without_wrappers_stay():
     assert found == dict(zip(names, names, strict=True))
 
 
-def test_a_file_of_other_adapters_is_refused_by_its_names():
+def test_a_file_of_other_adapters_is_rejected_by_its_names():
     names = {"up.weight": "up.default.weight", "down.weight": "down.default.weight"}
 
     assert to_model_names({"down.weight": 1, "up.weight": 2}, names, "file") == {

@@ -81,7 +81,7 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def test_what_cannot_be_saved_is_refused(world, tmp_path):
+def test_what_cannot_be_saved_is_rejected(world, tmp_path):
     local, parts = world.run(refusals, str(tmp_path), size=1)[0]
 
     assert "call save_state" in local
@@ -107,6 +107,6 @@ def saved_as_an_adapter(folder: str) -> list[bool]:
     return same
 
 
-def test_a_model_without_adapters_is_saved_whole_also_when_its_adapter_is_asked_for(world, tmp_path):
+def test_a_model_without_adapters_is_saved_in_full_also_when_its_adapter_is_requested(world, tmp_path):
     """transformers' Trainer requests the adapter alone of whatever it trains."""
     assert world.run(saved_as_an_adapter, str(tmp_path), size=1) == [[True, True]]

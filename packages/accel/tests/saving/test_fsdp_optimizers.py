@@ -269,7 +269,7 @@ def load_into_one_vector(folder: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_state_for_a_part_of_a_flat_parameter_is_refused(world, tmp_path, kind):
+def test_state_for_a_part_of_a_flat_parameter_is_rejected(world, tmp_path, kind):
     for found in world.run(load_into_one_vector, str(tmp_path), kind, size=2):
         for message in found:
             assert "use_orig_params=True" in message

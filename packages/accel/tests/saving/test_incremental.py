@@ -93,7 +93,7 @@ def test_also_on_two_processes(world, tmp_path):
     assert not (first / "optimizer.bin").samefile(second / "optimizer.bin")
 
 
-def test_a_run_goes_on_with_either_setting(tmp_path):
+def test_a_run_continues_with_either_setting(tmp_path):
     run = make_run(str(tmp_path))
     train(run, 2)
     run[0].save_state()
@@ -148,7 +148,7 @@ def sharded(folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_of_sharded_models_whole_states_are_linked_and_parts_written(world, tmp_path, kind):
+def test_of_sharded_models_full_states_are_linked_and_shards_written(world, tmp_path, kind):
     world.run(sharded, str(tmp_path), kind)
     first, second = (tmp_path / "checkpoints" / f"checkpoint_{number}" for number in (0, 1))
     names = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]

@@ -95,7 +95,7 @@ def test_the_last_chance_is_used_although_the_save_before_failed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["b"]
 
 
-def test_the_path_that_is_told_is_there_beside_checkpoints_of_another_run(tmp_path, capsys):
+def test_the_path_that_is_reported_is_there_next_to_checkpoints_of_another_run(tmp_path, capsys):
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 1}
     Accelerator(project_config=ProjectConfiguration(**config, iteration=7)).save_state()
     accelerator = Accelerator(project_config=ProjectConfiguration(**config))

@@ -191,7 +191,7 @@ def test_a_dataset_that_has_changed_forbids_no_resuming(saved: Path):
     assert sorted(x for batch in training.train(100) for x in batch) == list(range(24))
 
 
-def test_load_hooks_are_not_called_where_the_rest_is_refused(saved: Path):
+def test_load_hooks_are_not_called_where_the_rest_is_rejected(saved: Path):
     training = Training(samples=24)
     called: list[Any] = []
     training.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models.pop()))
@@ -242,7 +242,7 @@ def refused_on_one(folder: str) -> tuple[bool, str]:
     return isinstance(error.value, CheckpointError), str(error.value)
 
 
-def test_if_one_process_refuses_all_stay_as_they_were(world, tmp_path: Path):
+def test_if_one_process_rejects_all_stay_as_they_were(world, tmp_path: Path):
     main, other = world.run(refused_on_one, str(tmp_path / "state"), size=2, timeout_s=100)
 
     assert (main[0], other[0]) == (True, False)

@@ -122,7 +122,7 @@ def save_flat_parts(folder: str) -> str:
     return str(error.value)
 
 
-def test_local_parts_are_refused_with_the_way_out(world, tmp_path):
+def test_local_shards_are_rejected_with_the_way_out(world, tmp_path):
     for text in world.run(save_flat_parts, str(tmp_path / "saved")):
         assert "Average" in text
         assert "get_state_dict" in text
@@ -142,7 +142,7 @@ def load_into_an_empty_one(engine: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2 sharded", "tp"])
-def test_what_has_no_place_yet_is_told_where_models_are_sharded(world, tmp_path, engine):
+def test_what_has_no_place_yet_is_reported_where_models_are_sharded(world, tmp_path, engine):
     folder = str(tmp_path / "saved")
     world.run(save, engine, folder)
 

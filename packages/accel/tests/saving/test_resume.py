@@ -111,7 +111,7 @@ def resumed(kind: str, workers: int, skip: int | None, folder: str) -> tuple[lis
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(("size", "workers", "steps"), [(1, 0, 7), (2, 2, 3), (3, 0, 2)])
-def test_a_run_goes_on_exactly_where_it_was(world, tmp_path, kind, size, workers, steps):
+def test_a_run_continues_exactly_where_it_was(world, tmp_path, kind, size, workers, steps):
     folder = str(tmp_path / "state")
     epochs, seen = world.run(stopped, kind, workers, steps, folder, size=size)[0]
     assert sorted(epochs[1]) == list(range(LENGTH))
@@ -193,7 +193,7 @@ class Numbers(Recorded):
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_a_script_saved_at_the_last_batch_of_an_epoch_goes_on_with_the_next(world, tmp_path, dispatch):
+def test_a_script_saved_at_the_last_batch_of_an_epoch_continues_with_the_next(world, tmp_path, dispatch):
     folder = str(tmp_path / "state")
     whole = world.run(documented, None, folder, dispatch)[0]
     epochs = [whole[start : start + 11] for start in range(0, 33, 11)]
@@ -216,7 +216,7 @@ def wrong_dataset(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_state_of_another_dataset_is_refused_on_every_process(world, tmp_path):
+def test_a_state_of_another_dataset_is_rejected_on_every_process(world, tmp_path):
     first, second = world.run(wrong_dataset, str(tmp_path / "state"))
 
     assert first == second

@@ -222,7 +222,7 @@ def test_a_failing_hook_leaves_the_old_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
-def test_a_folder_that_is_not_used_is_told_once(tmp_path):
+def test_a_folder_that_is_not_used_is_reported_once(tmp_path):
     naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = Accelerator(project_config=naming)
     with pytest.warns(UserWarning, match="save_state ignores output_dir='mine'"):
@@ -251,7 +251,7 @@ def test_automatic_names_count_up_prune_and_resume_behind_the_newest(tmp_path):
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_new_run_beside_older_checkpoints_goes_on_above_them_and_keeps_its_own(tmp_path, blocking):
+def test_a_new_run_next_to_older_checkpoints_continues_above_them_and_keeps_its_own(tmp_path, blocking):
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 3}
     old = make_run(project_config=ProjectConfiguration(**config, iteration=7))[0]
     for _ in range(3):
@@ -355,7 +355,7 @@ class Odd(Counter):
         return {"count": {"inner": [self]}}
 
 
-def test_registered_objects_of_common_types_are_restored_and_others_refused_by_the_save(tmp_path):
+def test_registered_objects_of_common_types_are_restored_and_others_rejected_by_the_save(tmp_path):
     accelerator = Accelerator()
     clock = Clock()
     accelerator.register_for_checkpointing(clock)
@@ -539,7 +539,7 @@ def test_without_a_sound_checkpoint_all_damage_is_named(tmp_path):
         assert f"checkpoint_{number} is damaged: model.safetensors differs" in told
 
 
-def test_differences_are_errors_unless_told_otherwise(tmp_path):
+def test_differences_are_errors_unless_requested_otherwise(tmp_path):
     run = make_run()
     folder = run[0].save_state(str(tmp_path / "state"))
     again = make_run()
@@ -588,14 +588,14 @@ def resharded(folder, save, sharded=False):
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
-def test_a_run_goes_on_on_another_number_of_processes(world, tmp_path, saved):
+def test_a_run_continues_on_another_number_of_processes(world, tmp_path, saved):
     folder = str(tmp_path / "state")
     goes_on(world, folder, saved, (1, 2, 3, 4), sharded=False)
 
 
 # Weights and optimizer sharded, under one process, replicas and other numbers of shards.
 @pytest.mark.parametrize(("saved", "loaded"), [(2, (1, 3)), (4, (2,))])
-def test_a_sharded_run_goes_on_on_another_number_of_processes(world, tmp_path, saved, loaded):
+def test_a_sharded_run_continues_on_another_number_of_processes(world, tmp_path, saved, loaded):
     folder = tmp_path / "state"
     goes_on(world, str(folder), saved, loaded, sharded=True)
     # The weights have one row, so that the other processes have nothing to write.
@@ -687,7 +687,7 @@ def other_parts(folder):
     assert not others[2].weight.full_tensor().any()
 
 
-def test_parts_that_are_missing_or_that_nobody_asked_for_are_told(world, tmp_path):
+def test_parts_that_are_missing_or_that_nobody_requested_are_reported(world, tmp_path):
     world.run(other_parts, str(tmp_path / "state"), size=1)
 
 

@@ -467,7 +467,7 @@ def test_no_library_is_imported_and_no_file_made_before_init_trackers(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_without_its_attributes_is_refused():
+def test_a_tracker_without_its_attributes_is_rejected():
     class Bare(GeneralTracker):
         pass
 

@@ -187,7 +187,7 @@ def refusals() -> list[str]:
     return found
 
 
-def test_what_cannot_be_held_back_is_refused(world):
+def test_what_cannot_be_held_back_is_rejected(world):
     whole, static = world.run(refusals, timeout_s=SLOW_S)[0]
 
     assert "got Linear. Pass what accelerator.prepare(model) returned" in whole
@@ -196,12 +196,12 @@ def test_what_cannot_be_held_back_is_refused(world):
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
-def test_a_wrong_number_of_steps_is_refused(steps):
+def test_a_wrong_number_of_steps_is_rejected(steps):
     with pytest.raises(ValueError, match=f"1 or more, not {steps!r}"):
         LocalSGD(Accelerator(), torch.nn.Linear(1, 1), steps)
 
 
-def test_sharded_models_are_refused(world):
+def test_sharded_models_are_rejected(world):
     assert "under FSDP a process does not train one alone" in world.run(sharded, timeout_s=SLOW_S)[0]
 
 

@@ -296,7 +296,7 @@ def train_in_fp16(accelerator: Accelerator, models: Any, optimizers: Any, part: 
 
 
 @pytest.mark.parametrize("bad", [2, 3])
-def test_adversaries_in_fp16_go_on_from_a_checkpoint(bad, tmp_path):
+def test_adversaries_in_fp16_continue_from_a_checkpoint(bad, tmp_path):
     run = fp16_adversaries()
     seen = train_in_fp16(*run, slice(0, 4), bad)
     # the last step of any optimizer counts: that of the generator, until it has stepped again

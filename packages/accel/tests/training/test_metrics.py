@@ -105,7 +105,7 @@ def reduced_outputs() -> tuple[list, list, list]:
     return scalars, odd, told
 
 
-def test_outputs_without_a_row_per_sample_are_kept_whole_and_told(world):
+def test_outputs_without_a_row_per_sample_are_kept_whole_and_reported(world):
     for rank, (scalars, odd, told) in enumerate(world.run(reduced_outputs)):
         assert len(scalars) == 4
         assert odd == [14, 14]
@@ -191,7 +191,7 @@ def gathered_after_an_uneven_loop(batches: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("batches", [[[0, 1, 2], [3, 4], [5]], [[0], [1, 2, 3], [4, 5], [6]]])
-def test_an_epoch_without_padding_is_gathered_whole(world, batches):
+def test_an_epoch_without_padding_is_gathered_in_full(world, batches):
     expected = [index for batch in batches for index in batch]
     assert world.run(gathered_after_an_uneven_loop, batches) == [expected] * 2
 
@@ -239,7 +239,7 @@ def counted_after_the_loop() -> list[list[int]]:
     return [results, [len(first), len(second), len(third), correct]]
 
 
-def test_padding_that_a_loop_counts_by_itself_is_told(world):
+def test_padding_that_a_loop_counts_itself_is_reported(world):
     for rank, (results, told) in enumerate(world.run(counted_after_the_loop)):
         assert results == [12, 12, 0, int(rank == 0)]
         assert told == [int(rank == 0)] * 3 + [9]
@@ -285,7 +285,7 @@ def wrong_loaders() -> list[str]:
     return messages
 
 
-def test_a_loader_that_cannot_be_meant_is_refused():
+def test_a_loader_that_cannot_be_meant_is_rejected():
     plain, unread = wrong_loaders()
     assert plain.startswith("gather_for_metrics(loader=...) got a DataLoader. Pass the loader that prepare()")
     assert "got the DataLoaderShard over Numbers (length 3), which was not iterated" in unread
@@ -325,7 +325,7 @@ def uneven(kind: str, count: int) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable", "dispatch"])
-def test_uneven_batches_are_gathered_whole(world, kind):
+def test_uneven_batches_are_gathered_in_full(world, kind):
     for seen, pairs in world.run(uneven, kind, 7):
         assert seen == list(range(7))
         assert pairs == sorted(2 * list(range(7)))

@@ -309,7 +309,7 @@ def on_several(fsdp: bool = False) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("fsdp", "debug"), [(False, False), (False, True), (True, False)])
-def test_a_model_that_is_not_prepared_is_told_on_several_processes(world, fsdp, debug):
+def test_a_model_that_is_not_prepared_is_reported_on_several_processes(world, fsdp, debug):
     first, second = world.run(on_several, fsdp, env={"ACCELERATE_DEBUG_MODE": "1"} if debug else {})
 
     found = {case: [*first[case], *second[case]] for case in first}  # one process tells it
@@ -386,7 +386,7 @@ def train_on(kinds: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_loader_that_is_not_prepared_is_told_on_several_processes(world, debug):
+def test_a_loader_that_is_not_prepared_is_reported_on_several_processes(world, debug):
     env = {"ACCELERATE_DEBUG_MODE": "1"} if debug else {}
     first, second = world.run(train_on, TOLD + NOT_TOLD, env=env, size=2)
 
@@ -412,12 +412,12 @@ def raw_optimizer_of_old_parameters(version: int) -> list[str]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_an_optimizer_whose_model_was_sharded_without_it_is_told(version, world):
+def test_an_optimizer_whose_model_was_sharded_without_it_is_reported(version, world):
     (message,) = world.run(raw_optimizer_of_old_parameters, version)[0]
     assert message.startswith("SGD is not prepared, and steps parameters that its model no longer has")
 
 
-def test_an_unprepared_optimizer_is_told_where_its_steps_are_wrong():
+def test_an_unprepared_optimizer_is_reported_where_its_steps_are_wrong():
     accelerator = Accelerator(mixed_precision="fp16")
     model = accelerator.prepare(Net())
     with told() as found:
@@ -447,7 +447,7 @@ def test_an_unprepared_optimizer_is_told_where_its_steps_are_wrong():
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_steps_without_accumulate_are_told(prepared):
+def test_steps_without_accumulate_are_reported(prepared):
     accelerator, model = Accelerator(gradient_accumulation_steps=2), Net()
     optimizer = sgd(model)
     if prepared:
@@ -528,7 +528,7 @@ class Keeps:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("way", ["left out", "registered", "hooked", "prepared later"])
-def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, plain, tmp_path):
+def test_an_optimizer_that_a_checkpoint_leaves_out_is_reported(way, plain, tmp_path):
     accelerator = Accelerator()
     model = accelerator.prepare(Net())
     optimizer = sgd(model, momentum=0.9)
@@ -548,7 +548,7 @@ def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, plain, tmp_path)
         assert found[0].startswith(f"{LEFT_OUT}: SGD. ")
 
 
-def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
+def test_a_model_that_a_checkpoint_leaves_out_is_reported(tmp_path):
     accelerator, model = Accelerator(), Net()
     optimizer = sgd(model)
     train(accelerator, model, optimizer)

@@ -148,7 +148,7 @@ def test_no_engine_is_dropped_for_sequence_parallelism(monkeypatch):
         make_train_plan(parallelism_config=ParallelismConfig(sp_size=2, dp_shard_size=2))
 
 
-def test_a_switch_stands_beside_a_mesh_that_its_engine_takes(monkeypatch):
+def test_a_switch_stands_next_to_a_mesh_that_its_engine_takes(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert make_train_plan(parallelism_config=ParallelismConfig(tp_size=2)).engine == "deepspeed"
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
@@ -174,13 +174,13 @@ def test_sizes_and_precision_have_reasons_too(monkeypatch):
 
 
 @pytest.mark.parametrize("names", [*itertools.combinations(PLUGINS, 2)])
-def test_settings_of_two_engines_are_refused(names):
+def test_settings_of_two_engines_are_rejected(names):
     with pytest.raises(ValueError, match=f"{names[0]} and {names[1]} request different engines"):
         make_train_plan(**{name: PLUGINS[name]() for name in names})
 
 
 @pytest.mark.parametrize("argument", PLUGINS)
-def test_settings_of_another_class_are_refused(argument):
+def test_settings_of_another_class_are_rejected(argument):
     with pytest.raises(TypeError, match=f"{argument} takes a {PLUGINS[argument].__name__}"):
         make_train_plan(**{argument: object()})
 
@@ -189,7 +189,7 @@ def test_settings_of_another_class_are_refused(argument):
     ("argument", "instead"),
     [("deepspeed_plugin", "zero_stage"), ("megatron_lm_plugin", "context_parallel_size")],
 )
-def test_shards_of_the_mesh_beside_another_engine_are_refused_by_what_was_given(argument, instead):
+def test_shards_of_the_mesh_next_to_another_engine_are_rejected_by_what_was_given(argument, instead):
     config = ParallelismConfig(dp_shard_size=2, cp_size=3)
     said = rf"dp_shard_size=2 and cp_size=3, .* and {argument} asks .*Leave it out \(.*{instead}"
     with pytest.raises(ValueError, match=said) as error:

@@ -221,7 +221,7 @@ def test_an_optimizer_that_the_user_wrapped_is_prepared_as_any_other(world):
         assert world.run(losses_with_a_wrapper_of_the_users, version) == [expected] * 2
 
 
-def test_a_wrapper_with_methods_of_the_users_is_refused():
+def test_a_wrapper_with_methods_of_the_users_is_rejected():
     class Counting(AcceleratedOptimizer):
         def step(self, closure=None):
             raise NotImplementedError
@@ -378,7 +378,7 @@ def test_a_schedule_moves_as_fast_as_the_data_is_used_up(world, split_batches, m
 
 
 @pytest.mark.parametrize(("step_with_optimizer", "moves"), [(True, 0), (False, 1)])
-def test_a_schedule_moves_inside_a_window_only_when_told_to(step_with_optimizer, moves):
+def test_a_schedule_moves_inside_a_window_only_on_request(step_with_optimizer, moves):
     accelerator = Accelerator(
         gradient_accumulation_steps=2, step_scheduler_with_optimizer=step_with_optimizer
     )
@@ -451,7 +451,7 @@ def unlike_orders() -> str:
     return str(error.value)
 
 
-def test_other_orders_on_processes_that_split_a_model_are_refused_on_all(world):
+def test_other_orders_on_processes_that_split_a_model_are_rejected_on_all(world):
     first, second = world.run(unlike_orders)
 
     assert first == second

@@ -60,7 +60,7 @@ def same(found: Trained, expected: Trained) -> bool:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_mean_losses_train_alike_with_every_remainder_that_can_be_divided(world, processes):
+def test_mean_losses_train_equally_with_every_remainder_that_can_be_divided(world, processes):
     expected = train_with_each(REMAINDERS, True, False)
     for results in world.run(train_with_each, list(REMAINDERS), True, False, size=processes):
         alike = [same(found, wanted) for found, wanted in zip(results, expected, strict=True)]
@@ -71,7 +71,7 @@ def test_mean_losses_train_alike_with_every_remainder_that_can_be_divided(world,
 
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_weighted_losses_train_alike_with_every_remainder(world, processes, even):
+def test_weighted_losses_train_equally_with_every_remainder(world, processes, even):
     # Without padding every process needs its own sample.
     remainders = [left for left in REMAINDERS if even or left == 0 or left >= processes]
     expected = [parameters for _, parameters in train_with_each(remainders, True, False)]

@@ -126,7 +126,7 @@ def test_the_window_ends_with_the_loader_of_the_loop(name: str) -> None:
 
 @pytest.mark.parametrize("loader", [None, 0, 1])
 @pytest.mark.parametrize("lengths", [(7, 10), (10, 7), (7, 4)])
-def test_where_two_loaders_give_a_batch_each_it_can_be_said_and_is_told(
+def test_where_two_loaders_give_a_batch_each_it_can_be_said_and_is_reported(
     lengths: tuple[int, int], loader: int | None
 ) -> None:
     loop = Loop()
@@ -178,7 +178,7 @@ def test_loaders_that_end_together_are_no_question() -> None:
     assert loop.seen == "..#..##"
 
 
-def test_nothing_is_told_where_no_loader_ends_a_window() -> None:
+def test_nothing_is_reported_where_no_loader_ends_a_window() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     loaders = accelerator.prepare(DataLoader(range(3)), DataLoader(range(5)))
@@ -216,7 +216,7 @@ def test_a_loader_that_is_read_ahead_can_say_its_end() -> None:
     assert loop.seen == "..#..##" * 2
 
 
-def test_a_loader_that_nobody_reads_is_refused() -> None:
+def test_a_loader_that_nobody_reads_is_rejected() -> None:
     loop = Loop()
     train, plain = loop.loader(4), DataLoader(range(4))
     rest = loop.accelerator.skip_first_batches(train, 1)

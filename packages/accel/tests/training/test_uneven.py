@@ -86,7 +86,7 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
         ("dispatched stream", 5, {}, "may give some processes fewer batches than others", [2, 1]),
     ],
 )
-def test_uneven_batches_are_told_once(world, kind, count, options, message, numbers):
+def test_uneven_batches_are_reported_once(world, kind, count, options, message, numbers):
     results = world.run(read, kind, count, **options)
 
     assert [number for _, number in results] == numbers
@@ -178,7 +178,7 @@ def raises_in_the_last_step(kind: str, count: int, batch_size: int) -> tuple[lis
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("count", "batch_size", "size"), [(25, 8, 3), (33, 2, 2), (26, 8, 3)])
-def test_gathering_without_the_others_raises_at_once(world, kind, count, batch_size, size):
+def test_gathering_without_the_others_raises_immediately(world, kind, count, batch_size, size):
     results = world.run(raises_in_the_last_step, kind, count, batch_size, size=size)
     full, left = divmod(count, batch_size * size)
     for rank, (told, steps, error) in enumerate(results):

@@ -226,7 +226,7 @@ def test_failing_after_the_last_backward_leaves_gradients_that_a_retry_scales_ri
     assert_windows([[p.grad for p in model.parameters()]], [big_batch([4, 1], [0, 1])])
 
 
-def test_a_window_goes_on_after_a_break() -> None:
+def test_a_window_continues_after_a_break() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model = accelerator.prepare(make_model())
     for number, count in Loader(accelerator, [5, 2, 8, 8]):
@@ -499,7 +499,7 @@ def test_processes_add_up_weights_once_per_window(world: Any) -> None:
 # What is rejected
 
 
-def test_both_kinds_of_losses_in_a_window_are_refused() -> None:
+def test_both_kinds_of_losses_in_a_window_are_rejected() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(make_model())
     for first, second in ((None, 2), (2, None)):
@@ -527,13 +527,13 @@ def test_both_kinds_of_losses_in_a_window_are_refused() -> None:
         (1j, TypeError, "1j"),
     ],
 )
-def test_what_is_no_weight_is_refused(weight: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_weight_is_rejected(weight: Any, error: type[Exception], message: str) -> None:
     accelerator = Accelerator()
     with pytest.raises(error, match=message):
         accelerator.backward(torch.ones(1, requires_grad=True).sum(), weight=weight)
 
 
-def test_two_weights_for_one_micro_batch_are_refused() -> None:
+def test_two_weights_for_one_micro_batch_are_rejected() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(make_model())
     with accelerator.accumulate(model):
@@ -553,6 +553,6 @@ def weight_while_joining() -> str:
     return str(caught.value)
 
 
-def test_a_weight_is_refused_where_a_process_may_be_out_of_data(world: Any) -> None:
+def test_a_weight_is_rejected_where_a_process_may_be_out_of_data(world: Any) -> None:
     for message in world.run(weight_while_joining):
         assert "inside join_uneven_inputs" in message

@@ -214,7 +214,7 @@ def test_a_pod_is_named_and_prepared() -> None:
     assert "The name is needed." in script.seen
 
 
-def test_sagemaker_asks_for_a_job() -> None:
+def test_sagemaker_requests_a_job() -> None:
     script = Script(
         where="SageMaker", iam=["", "role"], instances=[None, "2"], together="data parallel", mixed="fp16"
     )

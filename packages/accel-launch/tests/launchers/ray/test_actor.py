@@ -37,7 +37,7 @@ def adopts_orphans() -> bool:
     return bool(found.value)
 
 
-def test_output_and_the_end_are_told(tmp_path: Path) -> None:
+def test_output_and_the_end_are_reported(tmp_path: Path) -> None:
     events = run("-c", CODE, folder=str(tmp_path))
 
     assert (text(events, "1"), text(events, "2")) == (f"7 {tmp_path}\n", "err\n")
@@ -81,7 +81,7 @@ def test_what_the_worker_started_is_waited_for() -> None:
     assert text(events, "1") == "child\n"
 
 
-def test_a_child_that_goes_on_writing_does_not_hide_the_end() -> None:
+def test_a_child_that_keeps_writing_does_not_hide_the_end() -> None:
     worker = RayWorker()
     events = worker.run(["sh", "-c", "yes & sleep 0.2; exit 3"], {}, "/", "py")
     until = time.monotonic() + 5

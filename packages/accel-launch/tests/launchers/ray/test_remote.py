@@ -60,5 +60,5 @@ def test_any_other_error_is_a_failure() -> None:
     assert followed(events(MemoryError()))[0].returncode == -9
 
 
-def test_what_nobody_reads_is_dropped_and_the_end_still_told() -> None:
+def test_what_nobody_reads_is_dropped_and_the_end_still_reported() -> None:
     assert followed([("2", b"words"), ("end", 3)], read=False)[0].returncode == 3

@@ -73,14 +73,14 @@ def test_torch_xla_starts_the_processes(
         ),
     ],
 )
-def test_torch_xla_is_told_how_to_compute(start: Start, flags: tuple[str, ...], variables: set[str]) -> None:
+def test_torch_xla_is_configured(start: Start, flags: tuple[str, ...], variables: set[str]) -> None:
     out = start("launch", "--tpu", *flags, "--dry_run", script="pass\n").finish()[1]
     shown = {line.removeprefix("export ") for line in out.splitlines() if "XLA" in line or "DOWNCAST" in line}
 
     assert shown == variables
 
 
-def test_what_torch_xla_cannot_do_is_refused(start: Start) -> None:
+def test_what_torch_xla_cannot_do_is_rejected(start: Start) -> None:
     code, _, error = start("launch", "--tpu", "--max_restarts", "1", script="pass\n").finish()
 
     assert code == 2

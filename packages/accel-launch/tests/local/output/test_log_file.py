@@ -11,7 +11,7 @@ from accel_launch.local.output.log_file import Log
 Start = Callable[..., Any]
 
 
-def test_a_full_disk_is_told_once_and_ends_the_log_alone() -> None:
+def test_a_full_disk_is_reported_once_and_ends_the_log_alone() -> None:
     errors: list[OSError] = []
     log = Log(Path("/dev/full"), errors.append)
     log.write(b"one")

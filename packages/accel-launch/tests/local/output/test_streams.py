@@ -137,7 +137,7 @@ def test_a_traceback_that_ends_nothing_is_shown_in_one_piece_after_a_moment(pipe
     stream.end()
 
 
-def test_a_worker_that_goes_on_writing_shows_its_traceback_sooner(pipes: Any) -> None:
+def test_a_worker_that_keeps_writing_shows_its_traceback_sooner(pipes: Any) -> None:
     stream = pipes(delay_tracebacks=True)
     stream.send(TRACEBACK, now=5.0)
     stream.send(b" 10%\r", now=5.6)

@@ -95,7 +95,7 @@ def test_offloaded_weights_are_there_for_the_forward_alone() -> None:
     assert model.weight is before
 
 
-def test_buffers_are_offloaded_when_asked_for_and_come_back() -> None:
+def test_buffers_are_offloaded_when_requested_and_come_back() -> None:
     model = Recorder()
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True, offload_buffers=True))
     assert model.table.is_meta

@@ -100,7 +100,7 @@ def test_weights_are_looked_up_by_their_full_names(net: Net) -> None:
     assert torch.equal(net(X), plain(X))
 
 
-def test_buffers_are_offloaded_when_asked_for_except_those_that_are_not_saved(net: Net) -> None:
+def test_buffers_are_offloaded_when_requested_except_those_that_are_not_saved(net: Net) -> None:
     attach_align_device_hook(net, "cpu", offload=True, offload_buffers=True)
 
     assert net.table.is_meta

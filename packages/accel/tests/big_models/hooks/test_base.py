@@ -216,7 +216,7 @@ def test_a_module_is_freed_without_the_collector() -> None:
         forward(torch.tensor(1.0))
 
 
-def test_a_forward_that_fails_is_told() -> None:
+def test_a_forward_that_fails_is_reported() -> None:
     module, hook = nn.Linear(2, 2), Add()
     add_hook_to_module(module, hook)
     with pytest.raises(RuntimeError, match="shapes"):
@@ -225,7 +225,7 @@ def test_a_forward_that_fails_is_told() -> None:
     assert hook.calls == ["init", "pre", "failed"]
 
 
-def test_of_a_sequence_those_that_began_are_told() -> None:
+def test_of_a_sequence_those_that_began_are_reported() -> None:
     class Broken(Add):
         def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("broken")

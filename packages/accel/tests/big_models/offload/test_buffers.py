@@ -126,7 +126,7 @@ def test_only_buffers_that_are_updated_stay_in_memory(tmp_path: Path) -> None:
     assert kept == {"calls", "total", "last"}
 
 
-def test_a_model_whose_buffers_were_updated_is_dispatched_anew(tmp_path: Path) -> None:
+def test_a_model_whose_buffers_were_updated_is_dispatched_again(tmp_path: Path) -> None:
     plain = make("norm")
     model = WAYS["map"](make("norm"), tmp_path / "first")
     x = torch.randn(4, 3)

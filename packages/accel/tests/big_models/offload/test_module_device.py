@@ -206,7 +206,7 @@ def test_what_is_changed_on_the_gpu_is_kept() -> None:
 
 
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
-def test_changes_to_quantized_weights_are_refused(library: str) -> None:
+def test_changes_to_quantized_weights_are_rejected(library: str) -> None:
     layer: nn.Module = nn.Linear(64, 64)
     if library == "torchao":
         quantization = pytest.importorskip("torchao.quantization")

@@ -83,7 +83,7 @@ def test_weights_in_memory_are_those_of_the_model(net: Net) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "disk"])
-def test_buffers_that_are_saved_are_offloaded_when_asked_for(net: Net, device: str, tmp_path: Path) -> None:
+def test_buffers_that_are_saved_are_offloaded_when_requested(net: Net, device: str, tmp_path: Path) -> None:
     found = collect(net, everywhere(device), offload_buffers=True, state_dict={}, folder=tmp_path)
 
     assert found.names == {"a.weight", "b.weight", "b.bias", "table"}

@@ -263,7 +263,7 @@ def test_each_layer_is_looked_at_a_few_times_whatever_the_size(monkeypatch):
     assert work(400) < 3 * work(200)
 
 
-def test_the_size_of_each_tensor_is_asked_for_once_and_untied_layers_are_placed_by_the_device(monkeypatch):
+def test_the_size_of_each_tensor_is_requested_once_and_untied_layers_are_placed_by_the_device(monkeypatch):
     numel, fill = torch.Tensor.numel, plans._Placer.place_untied
     asked, filled = [], []
     monkeypatch.setattr(torch.Tensor, "numel", lambda tensor: asked.append(id(tensor)) or numel(tensor))

@@ -292,7 +292,7 @@ def devices_of(model: nn.Module) -> dict[str, str]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [EIGHT, FOUR], ids=["8 bits", "4 bits"])
-def test_parts_beside_a_gpu_are_quantized_too(bnb: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_parts_next_to_a_gpu_are_quantized_too(bnb: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     config = BnbQuantizationConfig(**options)
     plain = load_and_quantize_model(make(), config, device_map={"": 0})
 
@@ -418,7 +418,7 @@ def test_a_shape_that_differs_is_named(bnb: Any, tmp_path: Path, name: str) -> N
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_settings_without_effect_are_told(bnb: Any, tmp_path: Path) -> None:
+def test_settings_without_effect_are_reported(bnb: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="'heads' in skip_modules .* is no module of Net"):
         load_and_quantize_model(make(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["heads"]))
     with pytest.warns(UserWarning, match="Embedding has no linear layer that is quantized"):

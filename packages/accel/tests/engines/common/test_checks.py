@@ -92,7 +92,7 @@ def refused_optimizers(engine: str) -> dict[str, str]:
         ("tp", ["LBFGS", "Adafactor"]),
     ],
 )
-def test_optimizers_whose_steps_need_whole_tensors_are_refused_where_there_are_parts(world, engine, names):
+def test_optimizers_whose_steps_need_full_tensors_are_rejected_where_there_are_shards(world, engine, names):
     for messages in world.run(refused_optimizers, engine):
         assert list(messages) == names
         for name, message in messages.items():
@@ -133,7 +133,7 @@ def refused_layouts(engine: str) -> dict[str, str]:
         ("tp", []),
     ],
 )
-def test_parameters_that_cannot_be_cut_are_refused_by_name(world, engine, names):
+def test_parameters_that_cannot_be_cut_are_rejected_by_name(world, engine, names):
     fixes = {
         "scalar": f"Net.gain cannot be prepared under {engine}: it has no dimension.*a vector of one element",
         "strided": r"Net.down.weight .*strides \(1, 4\).*contiguous",
@@ -177,7 +177,7 @@ def without_weights(engine: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
-def test_a_model_without_weights_where_they_count_is_refused_on_all_processes(world, engine):
+def test_a_model_without_weights_where_they_count_is_rejected_on_all_processes(world, engine):
     first, second = world.run(without_weights, engine)
 
     assert len(first) == len(second) == (2 if engine in ("fsdp2", "tp") else 3)
@@ -228,7 +228,7 @@ def prepare_spread(evaluation_mode: bool) -> list[float]:
     return [0.0 if p.grad is None else float(p.grad.sum()) for p in model.parameters()]
 
 
-def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_asked_for(world):
+def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_requested(world):
     with pytest.raises(WorldFailure, match=r"over \['0', '1'\].*set ACCELERATE_BYPASS_DEVICE_MAP=true"):
         world.run(prepare_spread, False)
     first, second = world.run(prepare_spread, False, env={"ACCELERATE_BYPASS_DEVICE_MAP": "1"})
@@ -239,7 +239,7 @@ def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_a
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
-def test_what_one_process_refuses_all_refuse_in_one_reduction(world, engine):
+def test_what_one_process_rejects_all_reject_in_one_reduction(world, engine):
     (first, reductions), (second, _) = world.run(refused_on_one, engine)
 
     assert "hf_device_map" in first
@@ -297,7 +297,7 @@ def unread(engine: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "tp"])
-def test_options_of_ddp_are_told_to_be_ignored_under_engines_without_it(world, engine):
+def test_options_of_ddp_are_reported_as_ignored_under_engines_without_it(world, engine):
     (message,), none = world.run(unread, engine)
     assert "DistributedDataParallelKwargs(static_graph=True, comm_hook=" in message
     assert f"is ignored under {engine}: gradients are reduced without" in message
@@ -323,13 +323,13 @@ def test_what_the_trainer_always_passes_is_logged_and_not_warned_of(caplog):
     assert "DistributedDataParallelKwargs(find_unused_parameters=True) is ignored under xla" in record.message
 
 
-def test_compiling_under_megatron_is_refused():
+def test_compiling_under_megatron_is_rejected():
     context: Any = SimpleNamespace(settings=object(), dynamo=TorchDynamoPlugin(backend="inductor"))
     with pytest.raises(ValueError, match=r"dynamo_backend=INDUCTOR under Megatron-LM.*Leave it out"):
         MegatronLMEngine(context)
 
 
-def test_replicas_beside_zero_are_told_to_be_ignored():
+def test_replicas_next_to_zero_are_reported_as_ignored():
     def check(config: ParallelismConfig | None, stage: int) -> None:
         check_axes(SimpleNamespace(parallelism=config), stage)
 

@@ -109,7 +109,7 @@ def assert_as_one_process(world: Any, function: Any, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [name for name in SEVERAL if name != "fsdp1"])  # torch frees weights there
-def test_two_backward_passes_of_one_forward_pass_count_alike_on_all(world, engine):
+def test_two_backward_passes_of_one_forward_pass_count_equally_on_all(world, engine):
     assert_as_one_process(world, two_backwards, engine)
 
 
@@ -154,7 +154,7 @@ def test_a_parameter_that_differs_is_named_on_all(world, environment, at):
         assert told[0].startswith(f"{at}: Layers.2.bias differs between processes, before step {at + 1}")
 
 
-def test_nobody_looks_unless_asked(world):
+def test_nobody_looks_unless_requested(world):
     assert world.run(change_one, "ddp", "2.bias") == [[], []]
 
 
@@ -206,7 +206,7 @@ def keep_a_static_graph() -> str:
     return str(error.value)
 
 
-def test_a_second_backward_pass_of_a_static_graph_is_refused(world):
+def test_a_second_backward_pass_of_a_static_graph_is_rejected(world):
     for text in world.run(keep_a_static_graph):
         assert "Add the losses up, or leave static_graph out" in text
 

@@ -59,7 +59,7 @@ def test_states_follow_through_several_replacements(world):
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
-def test_whole_parameters_beside_sharded_ones_are_stepped_one_by_one(world, options):
+def test_full_parameters_next_to_sharded_ones_are_stepped_one_by_one(world, options):
     world.run(check_mixed_group, options)
 
 
@@ -68,5 +68,5 @@ def check_fused() -> None:
         check_mixed_group({"fused": True})
 
 
-def test_a_fused_step_of_both_is_refused(world):
+def test_a_fused_step_of_both_is_rejected(world):
     world.run(check_fused)

@@ -69,7 +69,7 @@ def without(world):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", HOOKS)
-def test_training_goes_on_as_without_the_hook(world, without, name, accumulation):
+def test_training_continues_as_without_the_hook(world, without, name, accumulation):
     options, tolerance = HOOKS[name]
     ranks = world.run(train, options, accumulation, timeout_s=SLOW_S)
     (before, after), parameters = ranks[0]

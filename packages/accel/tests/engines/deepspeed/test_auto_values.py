@@ -73,7 +73,7 @@ def test_a_batch_of_every_process_is_that_of_all_groups_under_sequence_paralleli
         complete(DeepSpeedPlugin({"train_batch_size": 47}), info(sequence_parallel_size=2))
 
 
-def test_what_was_filled_in_is_filled_in_anew_for_other_objects():
+def test_what_was_filled_in_is_filled_in_again_for_other_objects():
     plugin = DeepSpeedPlugin(zero_stage=1)
 
     complete(plugin, info())

@@ -22,7 +22,7 @@ class Trap:
         return subprocess.check_call, (["touch", "trapped"],)
 
 
-def test_a_file_that_names_code_is_refused_and_nothing_is_run(tmp_path, monkeypatch):
+def test_a_file_that_names_code_is_rejected_and_nothing_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"module": Trap()}, "file.pt")
     reader = SimpleNamespace()
@@ -80,7 +80,7 @@ FILES = {
         (None, 2, 2, "was not written under DeepSpeed"),
     ],
 )
-def test_what_deepspeed_cannot_go_on_from_is_refused(saved, stage, size, text):
+def test_what_deepspeed_cannot_continue_from_is_rejected(saved, stage, size, text):
     names = ["latest", "scheduler.bin", *(f"pytorch_model/{name}" for name in FILES.get(saved, []))]
     engine = SimpleNamespace(zero_optimization_stage=lambda: stage, seq_dp_world_size=size)
 

@@ -50,7 +50,7 @@ def test_stages_and_offloading(zero, expected):
     assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == expected
 
 
-def test_what_is_no_configuration_is_refused(tmp_path):
+def test_what_is_no_configuration_is_rejected(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("[1]")
     with pytest.raises(ValueError, match="has a list"):

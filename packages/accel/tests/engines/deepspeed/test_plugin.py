@@ -161,7 +161,7 @@ def test_an_error_says_what_comes_from_the_config_file_of_the_launcher():
         ({"hf_ds_config": 3}, "not int"),
     ],
 )
-def test_what_is_not_known_is_refused_with_what_is(options, text):
+def test_what_is_not_known_is_rejected_with_what_is(options, text):
     with pytest.raises(ValueError, match=text):
         DeepSpeedPlugin(**options)
 
@@ -175,7 +175,7 @@ def test_sharding_while_building_is_for_stage_3():
         assert not plugin.is_zero3_init_enabled()
 
 
-def test_values_are_asked_for_by_dotted_names_and_filled_in():
+def test_values_are_requested_by_dotted_names_and_filled_in():
     plugin = DeepSpeedPlugin({"a": {"b": "auto", "c": 2}, "d": "auto", "zero_optimization": {"stage": 0}})
     found: list[str] = []
 
@@ -233,7 +233,7 @@ def test_the_precision_is_switched_on(given, precision, expected):
     assert (plugin.get_value("fp16.enabled"), plugin.get_value("bf16.enabled")) == expected
 
 
-def test_another_precision_than_the_configurations_is_refused():
+def test_another_precision_than_the_configurations_is_rejected():
     plugin = DeepSpeedPlugin({"bf16": {"enabled": True}, "fp16": {"enabled": False}})
 
     with pytest.raises(ValueError, match="mixed_precision='fp16' here") as error:
@@ -251,7 +251,7 @@ def test_another_precision_than_the_configurations_is_refused():
         ({"transformer_moe_cls_names": "Experts"}, "only zero_stage=3"),
     ],
 )
-def test_a_setting_that_nothing_reads_is_told(options, reason):
+def test_a_setting_that_nothing_reads_is_reported(options, reason):
     (name,) = options
     with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
         DeepSpeedPlugin(**options)

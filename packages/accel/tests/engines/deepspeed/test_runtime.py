@@ -52,7 +52,7 @@ def test_where_it_is_not_installed_the_extra_is_named(monkeypatch):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
 
 
-def test_a_plugin_of_another_kind_is_refused():
+def test_a_plugin_of_another_kind_is_rejected():
     with pytest.raises(TypeError, match="takes a DeepSpeedPlugin"):
         Accelerator(cpu=True, deepspeed_plugin={"train": 3})
     with pytest.raises(ValueError, match="pass one of them"):

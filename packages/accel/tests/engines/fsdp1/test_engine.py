@@ -214,7 +214,7 @@ def test_options_reach_torch_and_no_sync_reduces_nothing(world):
     world.run(check_what_reaches_torch)
 
 
-def test_one_process_that_asks_for_fsdp_gets_it():
+def test_one_process_that_requests_fsdp_gets_it():
     accelerator = make_accelerator()
     model = Net()
     state = trained(accelerator, model)
@@ -228,7 +228,7 @@ def own_weights() -> State:
     return accelerator.get_state_dict(accelerator.prepare(Net(accelerator.process_index)))
 
 
-def test_each_process_shards_its_own_weights_if_told_so(world):
+def test_each_process_shards_its_own_weights_on_request(world):
     # The 42 elements of a layer lie in one vector, of which each process has the half of its own.
     weight = world.run(own_weights)[0]["layers.0.linear.weight"].flatten()
     torch.testing.assert_close(weight[:21], Net(0).layers[0].linear.weight.detach().flatten()[:21])
@@ -427,7 +427,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_trained_is_refused_with_the_alternative(world):
+def test_what_cannot_be_trained_is_rejected_with_the_alternative(world):
     found = world.run(refusals)[0]
 
     assert "requires_grad_(False)" in found["ignored"]
@@ -441,7 +441,7 @@ def test_what_cannot_be_trained_is_refused_with_the_alternative(world):
     assert "a group with 1 of 2 parameters" in found["late"]
 
 
-def test_cpu_offload_on_the_cpu_is_refused():
+def test_cpu_offload_on_the_cpu_is_rejected():
     with pytest.raises(ValueError, match="Leave cpu_offload out"):
         make_accelerator(cpu_offload=True)
 

@@ -128,7 +128,7 @@ def freeze_inside(late: bool, drops: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_freezing_what_a_window_has_gradients_of_is_refused_before_the_step(world, late):
+def test_freezing_what_a_window_has_gradients_of_is_rejected_before_the_step(world, late):
     for message, changed in world.run(freeze_inside, late, False):
         assert "bias was frozen inside an accumulation window that has gradients of it" in message
         assert not changed

@@ -69,7 +69,7 @@ def test_optimizers_and_data_parallelism_get_their_fields():
     assert "use_custom_fsdp" not in wrapping
 
 
-def test_a_misspelt_setting_is_refused_with_the_nearest():
+def test_a_misspelt_setting_is_rejected_with_the_nearest():
     arguments.check_names({"moe_grouped_gemm": True}, {"moe_grouped_gemm"})
     with pytest.raises(ValueError, match=r"'moe_gruped_gemm'.*Did you mean 'moe_grouped_gemm'"):
         arguments.check_names({"moe_gruped_gemm": True}, {"moe_grouped_gemm"})
@@ -114,7 +114,7 @@ def test_schedules_count_samples():
         ),
     ],
 )
-def test_what_transformer_engine_does_is_refused_without_it(monkeypatch, options, named):
+def test_what_transformer_engine_does_is_rejected_without_it(monkeypatch, options, named):
     monkeypatch.setattr("accel.engines.megatron.options.is_package_available", lambda module: False)
     with pytest.raises(ImportError, match=rf"{named}.*'\./packages/accel\[transformer-engine\]'"):
         check_transformer_engine(MegatronLMPlugin(**options))
@@ -164,18 +164,18 @@ def test_without_megatron_core_the_error_names_what_to_install(monkeypatch):
         Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
 
 
-def test_the_environment_asks_for_megatron(monkeypatch):
+def test_the_environment_requests_megatron(monkeypatch):
     monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     with pytest.raises(ImportError, match="MEGATRON_LM"):
         Accelerator(cpu=True)
 
 
-def test_a_process_without_cuda_is_refused():
+def test_a_process_without_cuda_is_rejected():
     with pytest.raises(ValueError, match=r"CUDA devices.*runs on cpu"):
         check_device(torch.device("cpu"))
 
 
-def test_another_engines_plugin_is_refused():
+def test_another_engines_plugin_is_rejected():
     with pytest.raises(TypeError, match="MegatronLMPlugin"):
         Accelerator(cpu=True, megatron_lm_plugin=FullyShardedDataParallelPlugin())

@@ -117,14 +117,14 @@ def test_values_that_are_not_allowed_are_named(options, message):
         ({"custom_megatron_datasets_provider_function": print}, "megatron_dataset_flag"),
     ],
 )
-def test_a_setting_that_nothing_reads_is_told(options, reason):
+def test_a_setting_that_nothing_reads_is_reported(options, reason):
     (name,) = options
     with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
         MegatronLMPlugin(**options)
     assert told[0].filename == __file__
 
 
-def test_what_is_read_is_not_told():
+def test_what_is_read_is_not_reported():
     experts = {"num_moe_experts": 2}
     MegatronLMPlugin(megatron_dataset_flag=True, seq_length=8, eod_mask_loss=True, consumed_samples=[1, 0, 0])
     MegatronLMPlugin(scale_lr_cond=lambda name, parameter: True, lr_mult=2.0)
@@ -204,7 +204,7 @@ def test_llama_is_described():
     assert (args["add_bias_linear"], args["share_embeddings_and_output_weights"]) == (False, False)
 
 
-def test_another_kind_of_model_is_refused_until_it_is_described(monkeypatch):
+def test_another_kind_of_model_is_rejected_until_it_is_described(monkeypatch):
     monkeypatch.setattr(parsers, "_PARSERS", dict(parsers._PARSERS))
     plugin = MegatronLMPlugin()
     with pytest.raises(ValueError, match=r"Linear \(model_type 'own'\).*gpt2, llama, megatron-bert, t5"):
@@ -265,7 +265,7 @@ def test_batch_sizes_and_schedules_count_as_those_of_other_engines():
         ({"train_samples": 500}, None, None),
     ],
 )
-def test_a_schedule_of_another_length_than_the_training_is_refused(
+def test_a_schedule_of_another_length_than_the_training_is_rejected(
     options: dict[str, Any], total: int | None, message: str | None
 ):
     plugin = MegatronLMPlugin(num_micro_batches=4, **options)

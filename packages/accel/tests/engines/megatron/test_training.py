@@ -209,7 +209,7 @@ def retry(start: int, **options: Any) -> tuple[int, Steps, int]:
 
 
 @pytest.mark.parametrize(("size", "options"), [(1, {}), (2, {}), (2, {"tp_degree": 2})], ids=str)
-def test_a_loop_begins_anew_with_batches_that_fit(world, size, options):
+def test_a_loop_begins_again_with_batches_that_fit(world, size, options):
     (one,) = world.run(train, size=1, timeout_s=90)
 
     for batch_size, steps, left in world.run(retry, 4 * MICRO, size=size, timeout_s=90, **options):
@@ -229,7 +229,7 @@ def test_a_loop_begins_anew_with_batches_that_fit(world, size, options):
     ],
     ids=str,
 )
-def test_a_checkpoint_goes_on_in_another_arrangement(world, tmp_path, size, options):
+def test_a_checkpoint_continues_in_another_arrangement(world, tmp_path, size, options):
     (one,) = world.run(train, str(tmp_path / "saved"), size=1, timeout_s=90)
     expected = {name: values[2:] for name, values in one.items()}
 

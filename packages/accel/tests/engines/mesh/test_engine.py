@@ -142,7 +142,7 @@ def test_the_model_is_sharded_in_groups_and_stays_itself(world):
     world.run(check_groups)
 
 
-def test_one_process_that_asks_for_fsdp_gets_it():
+def test_one_process_that_requests_fsdp_gets_it():
     accelerator = make_accelerator()
     model = accelerator.prepare(Net())
     assert accelerator.engine.name == "fsdp2"
@@ -176,7 +176,7 @@ def own_weights() -> dict[str, torch.Tensor]:
     return accelerator.get_state_dict(accelerator.prepare(Net(accelerator.process_index)))
 
 
-def test_each_process_shards_its_own_weights_if_told_so(world):
+def test_each_process_shards_its_own_weights_on_request(world):
     weight = world.run(own_weights)[0]["layers.0.linear.weight"]
     torch.testing.assert_close(weight[:3], Net(0).layers[0].linear.weight[:3].detach())
     torch.testing.assert_close(weight[3:], Net(1).layers[0].linear.weight[3:].detach())
@@ -366,7 +366,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_sharded_is_refused_with_the_alternative(world):
+def test_what_cannot_be_sharded_is_rejected_with_the_alternative(world):
     found = world.run(refusals)[0]
 
     assert "'transformer_based_wrap' with transformer_cls_names_to_wrap" in found["checkpointing"]
@@ -378,7 +378,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_alternative(world):
     assert "without device_map" in found["map"]
 
 
-def test_version_1_beside_a_mesh_is_refused_by_name():
+def test_version_1_next_to_a_mesh_is_rejected_by_name():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     with pytest.raises(ValueError, match=r"dp_shard.*fsdp_version=2"):
         Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=2))
@@ -431,7 +431,7 @@ def tensor_refusals() -> list[str]:
     return [*found, str(error.value)]
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_anything_is_split(world):
+def test_a_plan_that_does_not_fit_is_rejected_before_anything_is_split(world):
     none, lost, strange, tied = world.run(tensor_refusals)[0]
 
     assert "model._tp_plan =" in none
@@ -472,7 +472,7 @@ def log_of_two_axes() -> list[str]:
     return [record.getMessage() for record in handler.buffer]
 
 
-def test_the_log_line_has_each_axis_and_all_that_asked_for_it(world):
+def test_the_log_line_has_each_axis_and_all_that_requested_it(world):
     (line,), *others = world.run(log_of_two_axes, size=4)
     assert line.startswith(
         "engine ddp x tp, because of torch_tp_plugin and parallelism_config; 4 process(es) on cpu, "

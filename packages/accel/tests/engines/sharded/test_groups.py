@@ -83,7 +83,7 @@ def changes_after_a_refusal() -> int:
     return sum(isinstance(item, DTensor) for item in model[1].parameters())
 
 
-def test_a_model_that_is_changed_after_a_refusal_is_looked_at_anew(world):
+def test_a_model_that_is_changed_after_a_rejection_is_looked_at_again(world):
     assert world.run(changes_after_a_refusal) == [0, 0]
 
 
@@ -100,5 +100,5 @@ def changes_after_an_evaluation() -> tuple[int, int]:
     return kept, sum(isinstance(item, DTensor) for item in model[0].parameters())
 
 
-def test_a_refusal_of_a_model_that_was_evaluated_leaves_no_groups(world):
+def test_a_rejection_of_a_model_that_was_evaluated_leaves_no_groups(world):
     assert world.run(changes_after_an_evaluation) == [(0, 2)] * 2

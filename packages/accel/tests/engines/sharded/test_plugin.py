@@ -120,12 +120,12 @@ def test_the_environment_of_version_1():
         ({"mixed_precision_policy": fsdp.MixedPrecisionPolicy()}, "takes a MixedPrecision,"),
     ],
 )
-def test_a_value_that_is_not_known_is_refused_with_those_that_are(options, told):
+def test_a_value_that_is_not_known_is_rejected_with_those_that_are(options, told):
     with pytest.raises(ValueError, match=told):
         FullyShardedDataParallelPlugin(**options)
 
 
-def test_settings_of_the_other_version_are_told():
+def test_settings_of_the_other_version_are_reported():
     with pytest.warns(UserWarning, match="ignores use_orig_params, forward_prefetch"):
         FullyShardedDataParallelPlugin(fsdp_version=2, use_orig_params=True, forward_prefetch=True)
     with pytest.warns(UserWarning, match="sync_module_states=False is ignored"):
@@ -216,7 +216,7 @@ def test_a_model_that_names_no_layers_is_sharded_in_one_piece():
         ),
     ],
 )
-def test_a_setting_that_nothing_reads_is_told_once(version, options, reason):
+def test_a_setting_that_nothing_reads_is_reported_once(version, options, reason):
     name = next(iter(options))
     with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)

@@ -137,7 +137,7 @@ def test_parameters_of_modules_and_classes_by_name():
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_what_checkpointing_keeps_rests_on_the_cpu_if_told_so(monkeypatch, offload):
+def test_what_checkpointing_keeps_rests_on_the_cpu_on_request(monkeypatch, offload):
     plain, entered = torch.autograd.graph.save_on_cpu, []
 
     def noting(**options: Any) -> Any:

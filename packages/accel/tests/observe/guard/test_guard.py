@@ -56,7 +56,7 @@ def weights(model: torch.nn.Module) -> list[float]:
     return [value for item in model.parameters() for value in item.detach().flatten().tolist()]
 
 
-def test_a_loss_that_is_not_finite_is_warned_of_and_training_goes_on():
+def test_a_loss_that_is_not_finite_is_warned_of_and_training_continues():
     parts = make(GuardKwargs())
     one_step(parts)
     with pytest.warns(UserWarning, match=r"Step 2: the loss is nan on rank 0; the gradients of 4 of 4 para"):
@@ -149,7 +149,7 @@ def test_an_optimizer_that_steps_in_backward_is_said_not_to_be_looked_at():
         accelerator.prepare(InBackward(Net().parameters(), 0.1))
 
 
-def test_only_losses_are_looked_at_when_asked():
+def test_only_losses_are_looked_at_on_request():
     parts = make(GuardKwargs(action="stop", check_gradients=False))
     parts[1].last.bias.register_hook(lambda gradient: gradient * math.inf)
     one_step(parts)
@@ -426,7 +426,7 @@ def test_all_processes_stop(world: Any):
         assert finite
 
 
-def test_all_processes_go_on_with_a_warning(world: Any):
+def test_all_processes_continue_with_a_warning(world: Any):
     first, last = world.run(on_ranks, "warn", "loss", "ddp")
     assert "the loss is nan on rank 1" in first[1][0]
     assert not first[3]

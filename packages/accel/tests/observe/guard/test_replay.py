@@ -239,7 +239,7 @@ def test_a_loop_whose_optimizer_takes_a_closure(tmp_path: Path, monkeypatch: Any
     assert out.endswith("All losses are the same.\n")
 
 
-def test_no_more_bundles_than_asked_for_and_none_is_overwritten(tmp_path: Path):
+def test_no_more_bundles_than_requested_and_none_is_overwritten(tmp_path: Path):
     (tmp_path / "step_1").mkdir()
     texts = bad_steps(make(tmp_path, max_bundles=2, action="skip"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_1_2", "step_2"]
@@ -320,7 +320,7 @@ def test_batches_of_any_structure_come_back():
         decode(encode([object()]), None, torch.device("cpu"))
 
 
-def test_statistics_beside_it(tmp_path: Path):
+def test_statistics_next_to_it(tmp_path: Path):
     handlers = [StatisticsKwargs(), GuardKwargs(bundle=tmp_path, action="skip")]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
     model = torch.nn.Linear(1, 1)

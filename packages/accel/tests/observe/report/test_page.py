@@ -134,7 +134,7 @@ def test_curves_have_gaps_and_bars_are_to_scale(page):
     assert widths[1][0] == pytest.approx(100 * 2.25 / 5.25, abs=0.01)
 
 
-def test_a_run_that_goes_on_is_drawn_so_far(tmp_path):
+def test_a_run_that_continues_is_drawn_so_far(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         line(step=0, values={"loss": 1.0}) + "{broken}\n[1]\n" + '{"step": 1, "val'
     )

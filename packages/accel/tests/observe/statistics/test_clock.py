@@ -49,7 +49,7 @@ def test_what_is_nested_is_counted_once():
     assert least <= sum(seconds.values()) <= most
 
 
-def test_parts_add_up_to_the_whole():
+def test_parts_add_up_to_the_total():
     notes = "data", 10, "-data", 11, "forward", 13, "collectives", 16, "-collectives", 20, "-forward", 25
     assert seconds_of(noted(*notes)) == {"data": 1, "forward": 8, "collectives": 4, "other": 77}
 

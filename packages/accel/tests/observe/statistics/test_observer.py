@@ -156,7 +156,7 @@ def test_a_process_that_is_held_up_once_is_not_called_slow(world, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["slow"] == []
 
 
-def test_nothing_is_named_where_all_are_alike(world, tmp_path):
+def test_nothing_is_named_where_all_are_equal(world, tmp_path):
     assert world.run(uneven_run, tmp_path, "nothing", 8.0) == [[], []]
     assert json.loads((tmp_path / "summary.json").read_text())["slow"] == []
 
@@ -325,7 +325,7 @@ def test_nothing_is_attached_when_off_and_nothing_stays():
     assert list(parts_on[2]) != []
 
 
-def test_an_accelerator_is_awaited_where_that_is_asked_for(monkeypatch):
+def test_an_accelerator_is_awaited_where_that_is_requested(monkeypatch):
     waits = []
     monkeypatch.setattr(DeviceSpec, "synchronize", lambda *_: waits.append(1))
     for synchronize in (False, True):
@@ -622,7 +622,7 @@ def calls_of_a_step():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_step_asks_for_nothing_when_off_and_for_little_when_on(world, size):
+def test_a_step_requests_nothing_when_off_and_little_when_on(world, size):
     for off, on in world.run(calls_of_a_step, size=size):
         assert off == {}
         on.pop("count_pass", None)  # of several processes

@@ -129,7 +129,7 @@ def test_a_right_program_is_the_same_training(world, tmp_path: Path, kind: str):
     assert all(row.apart < 1e-3 for row in verdict.rows)
 
 
-def test_parameters_that_are_in_parts_are_left_out_and_noted(world, tmp_path: Path):
+def test_parameters_that_are_sharded_are_left_out_and_noted(world, tmp_path: Path):
     verdict = verify(world, tmp_path, "fsdp 1")
 
     assert verdict.difference is None
@@ -253,7 +253,7 @@ def test_steps_along_gradients_of_rounding_do_not_count():
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_what_is_not_finite_in_both_runs_is_alike(loss: float):
+def test_what_is_not_finite_in_both_runs_is_equal(loss: float):
     verdict = compare(made_up(1.0, 0.1, loss), [made_up(1.0, 0.1, loss)])
     assert verdict.difference is None
     assert verdict.notes == ("The loss is not finite from step 1 on: what comes after cannot be compared.",)

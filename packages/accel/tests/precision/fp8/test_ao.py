@@ -166,7 +166,7 @@ def check_losses(losses: list[float]) -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_one_process_trains_beside_bf16(tmp_path: Path):
+def test_one_process_trains_next_to_bf16(tmp_path: Path):
     losses, kind = train("single", "fp8", str(tmp_path / "state"))
     check_losses(losses)
     assert kind == "Tensor"
@@ -176,7 +176,7 @@ def test_one_process_trains_beside_bf16(tmp_path: Path):
     ("engine", "kind"),
     [("ddp", "Tensor"), ("tp", "Tensor"), ("fsdp2", "WeightWithDynamicFloat8CastTensor")],
 )
-def test_two_processes_train_beside_bf16(world, tmp_path: Path, engine: str, kind: str):
+def test_two_processes_train_next_to_bf16(world, tmp_path: Path, engine: str, kind: str):
     folder = str(tmp_path / "state")
     # The first run in a worker imports torchao, which takes long on a busy machine.
     (losses, first), (others, second) = world.run(train, engine, "fp8", folder, timeout_s=90)
@@ -211,13 +211,13 @@ def gathered_dtypes() -> list[set[torch.dtype]]:
     return found
 
 
-def test_fsdp2_gathers_weights_in_fp8_and_not_if_told_so(world):
+def test_fsdp2_gathers_weights_in_fp8_and_not_on_request(world):
     for with_fp8, without in world.run(gathered_dtypes, timeout_s=90):
         assert with_fp8 == {torch.float8_e4m3fn}
         assert without == {torch.bfloat16}
 
 
-def test_gathering_in_fp8_elsewhere_is_told_to_be_ignored():
+def test_gathering_in_fp8_elsewhere_is_reported_as_ignored():
     recipe = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather is ignored"):
@@ -230,7 +230,7 @@ def test_the_recipe_chooses_the_layers():
     assert in_fp8(accelerator.prepare(Net())) == ["head"]
 
 
-def test_a_model_with_nothing_to_convert_is_told_to_train_in_bf16():
+def test_a_model_with_nothing_to_convert_is_advised_to_train_in_bf16():
     accelerator = Accelerator(cpu=True, mixed_precision="fp8")
     with pytest.warns(UserWarning, match="computes no layer of Sequential in fp8"):
         accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)))

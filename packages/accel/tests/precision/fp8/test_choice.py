@@ -46,7 +46,7 @@ def test_the_launcher_chooses_and_a_recipe_comes_first(monkeypatch):
         ),
     ],
 )
-def test_what_is_not_installed_is_named_at_once(recipe, message):
+def test_what_is_not_installed_is_named_immediately(recipe, message):
     with pytest.raises(ImportError, match=message):
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
 
@@ -57,6 +57,6 @@ def test_without_any_library_the_error_names_what_to_install(monkeypatch):
         Accelerator(cpu=True, mixed_precision="fp8")
 
 
-def test_two_recipes_are_refused():
+def test_two_recipes_are_rejected():
     with pytest.raises(ValueError, match="AORecipeKwargs and TERecipeKwargs"):
         Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs(), TERecipeKwargs()])

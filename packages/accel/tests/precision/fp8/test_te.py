@@ -27,7 +27,7 @@ def test_settings_become_arguments_of_the_recipe():
     assert te.recipe_arguments(blocks, ("margin", "fp8_format")) == {"margin": 1}
 
 
-def test_a_setting_that_the_version_does_not_know_is_told_to_be_ignored():
+def test_a_setting_that_the_version_does_not_know_is_reported_as_ignored():
     with pytest.warns(UserWarning, match=r"interval=4\) is ignored"):
         te.recipe_arguments(TERecipeKwargs(interval=4), DELAYED)
 

@@ -119,7 +119,7 @@ while True:
 """
 
 
-def test_what_was_logged_before_a_kill_is_there_and_the_run_goes_on_in_the_file(tmp_path):
+def test_what_was_logged_before_a_kill_is_there_and_the_run_continues_in_the_file(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )

@@ -83,7 +83,7 @@ print("RESULT " + json.dumps({
 """
 
 
-def test_names_artifacts_and_runs_that_go_on(read_back, tmp_path):
+def test_names_artifacts_and_runs_that_continue(read_back, tmp_path):
     pytest.importorskip("mlflow", reason="mlflow is not installed; `hatch run trackers:test` has it")
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "several").mkdir()

@@ -110,7 +110,7 @@ def rotation(strategy: str) -> str:
 
 
 @pytest.mark.parametrize(("strategy", "name"), [("allgather", "ALL_GATHER"), ("alltoall", "ALL_TO_ALL")])
-def test_keys_and_values_travel_as_asked(world, strategy, name):
+def test_keys_and_values_travel_as_requested(world, strategy, name):
     assert world.run(rotation, strategy) == [name, name]
 
 
@@ -163,7 +163,7 @@ def refused_buffers() -> list[str]:
     return found
 
 
-def test_buffers_that_cannot_be_shared_are_refused_with_the_fix(world):
+def test_buffers_that_cannot_be_shared_are_rejected_with_the_fix(world):
     none, dims, lengths, pieces, dim, keep, trained = world.run(refused_buffers)[0]
 
     assert "got 0 buffers and 0 buffer_seq_dims" in none
@@ -200,7 +200,7 @@ def refused_attention() -> list[str]:
     return [*found, str(error.value)]
 
 
-def test_attention_that_cannot_go_around_is_refused_with_the_reason(world):
+def test_attention_that_cannot_go_around_is_rejected_with_the_reason(world):
     mask, dropout, shape, cross = world.run(refused_attention)[0]
 
     assert "attention got a mask (4, 4)" in mask
@@ -318,7 +318,7 @@ def uneven_losses_of_parts() -> list[float]:
     return found
 
 
-def test_losses_of_parts_are_whole_also_where_batches_are_uneven(world):
+def test_losses_of_shards_are_full_also_where_batches_are_uneven(world):
     assert world.run(uneven_losses_of_parts, size=4) == [[0.0, 0.0, 2.0]] * 4
 
 

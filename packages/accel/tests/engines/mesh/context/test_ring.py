@@ -47,7 +47,7 @@ def in_parts(rotation: str, scale: float | None) -> dict[Any, list[torch.Tensor]
 @pytest.mark.parametrize(
     ("rotation", "size", "scale"), [("allgather", 2, None), ("alltoall", 2, 0.3), ("alltoall", 4, None)]
 )
-def test_parts_attend_as_the_whole_does(world, rotation, size, scale):
+def test_shards_attend_as_the_full_sequence_does(world, rotation, size, scale):
     results = world.run(in_parts, rotation, scale, size=size)
 
     tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 5e-2}
@@ -84,7 +84,7 @@ def test_the_kernels_of_accelerators_are_called_with_the_arguments_that_they_tak
         dist.destroy_process_group()
 
 
-def test_a_torch_without_the_ring_is_told_apart(monkeypatch):
+def test_a_torch_without_the_ring_is_distinguished(monkeypatch):
     monkeypatch.setattr(ring_module, "_TEMPLATES", "torch.distributed.tensor.experimental._elsewhere")
     monkeypatch.setattr(ring_module, "_OLD_TEMPLATES", "torch.distributed.tensor.experimental._nowhere")
     query = torch.ones(1, 1, 4, 4)

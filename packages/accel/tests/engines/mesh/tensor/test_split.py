@@ -101,7 +101,7 @@ def step(sizes: dict[str, int], on_meta: bool) -> tuple[torch.Tensor, dict[str, 
     ],
     ids=str,
 )
-def test_split_weights_have_the_gradients_of_whole_ones(world, sizes, on_meta):
+def test_split_weights_have_the_gradients_of_full_ones(world, sizes, on_meta):
     loss, gradients = expected()
     norm = float(torch.nn.utils.get_total_norm(gradients.values()))
     size = 2 * sizes.get("dp_shard_size", sizes.get("dp_replicate_size", 1))
@@ -122,7 +122,7 @@ def refused(change: Any) -> str:
     return str(error.value)
 
 
-def test_what_does_not_divide_is_refused_by_name():
+def test_what_does_not_divide_is_rejected_by_name():
     class Config:
         num_attention_heads = 4
         num_key_value_heads = 3
@@ -172,7 +172,7 @@ def ask_by_plugin() -> tuple[str, int | None]:
     return accelerator.engine.name, get_model_tp_size(accelerator.prepare(Model()))
 
 
-def test_the_plugin_asks_for_tensor_parallelism(world):
+def test_the_plugin_requests_tensor_parallelism(world):
     assert world.run(ask_by_plugin, timeout_s=100) == [("tp", 2)] * 2
 
 
@@ -195,11 +195,11 @@ def ask_for_overlap() -> None:
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler))
 
 
-def test_overlap_that_is_not_there_is_told(world):
+def test_overlap_that_is_not_there_is_reported(world):
     world.run(ask_for_overlap)
 
 
-def test_a_whole_model_has_no_tp_size():
+def test_a_full_model_has_no_tp_size():
     assert get_model_tp_size(Model()) is None
 
 
@@ -243,7 +243,7 @@ def test_the_plan_of_a_model_inside_of_another_one_splits_it_and_its_adapters():
     }
 
 
-def test_an_adapter_that_is_not_known_is_refused_by_name():
+def test_an_adapter_that_is_not_known_is_rejected_by_name():
     model = Model()
     model.up = Adapter(model.up, scale_vector=torch.nn.Linear(1, WIDTH))
 
