@@ -217,7 +217,7 @@ def test_each_process_holds_its_shards_and_saves_the_whole(run, tmp_path):
     (alone,) = run("fsdp2")
     printed = run("fsdp2", "--output_dir", tmp_path, size=2)
 
-    total = re.search(r"holds ([\d,]+) of \1 parameters", alone)[1]
+    total = re.search(r"has ([\d,]+) of \1 parameters", alone)[1]
     number = int(total.replace(",", ""))
     for rank, text in enumerate(printed):
         assert f"process {rank} has {number // 2:,} of {total} parameters\n" in text

@@ -33,8 +33,8 @@ class Outcome:
 def check(world: Any, program: Program, engine: str, timeout_s: float = 60) -> Outcome:
     """Run a program on plain PyTorch and under an engine, and compare.
 
-    An action that all ranks reject with the same accel error is skipped on the plain side too, which continues
-    from there: it has to have changed nothing.
+    An action that all ranks reject with the same accel error is skipped on the plain side too: it must have
+    changed nothing.
 
     Args:
         world: The fixture `world`, or a `World`.
