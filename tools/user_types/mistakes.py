@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from accel import Accelerator
+from accel.state import AcceleratorState
+from accel.utils import TorchDynamoPlugin, broadcast, gather, pad_across_processes, reduce
 
 Accelerator(mixed_precison="bf16")  # wrong
 Accelerator(mixed_precision="bf61")  # wrong
@@ -26,3 +28,17 @@ accelerator.clip_grad_norm_(model.parameters())  # wrong
 accelerator.prepare_model(sgd)  # wrong
 accelerator.gather(torch.ones(2)).lenght  # wrong
 accelerator.prapare(net)  # wrong
+accelerator.save_state("folder", blocking="no")  # wrong
+accelerator.load_state(missing_ok="yes")  # wrong
+accelerator.load_state("folder", strict="no")  # wrong
+accelerator.prepare_scheduler(net)  # wrong
+accelerator.gather_for_metrics({"a": 1}, use_gather_object=True).keys()  # wrong
+accelerator.on_process(print)  # wrong
+accelerator.on_local_process()  # wrong
+Accelerator(kwargs_handlers=[net])  # wrong
+AcceleratorState(mixed_precision="bf61")  # wrong
+TorchDynamoPlugin(backend="inductr")  # wrong
+reduce(torch.ones(2), reduction="avg")  # wrong
+gather(torch.ones(2)).lenght  # wrong
+broadcast(torch.ones(2)).lenght  # wrong
+pad_across_processes([torch.ones(2)]).lenght  # wrong

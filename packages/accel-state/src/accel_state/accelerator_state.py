@@ -7,7 +7,7 @@ States with different settings live side by side in one process. The newest one 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.enums import DistributedType
 from accel_state.process import rendezvous
@@ -16,6 +16,10 @@ from accel_state.process.methods import ProcessMethods, describe
 from accel_state.process.shared_dict import ThreadLocalSharedDict, shared_dict
 from accel_state.process.state import PartialState
 from accel_state.train_plan import TrainPlan, make_train_plan, parse_precision
+
+if TYPE_CHECKING:
+    from accel_state.enums import PrecisionType
+    from accel_state.literals import PrecisionName
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
 
@@ -49,7 +53,7 @@ class AcceleratorState(ProcessMethods):
 
     def __init__(
         self,
-        mixed_precision: str | None = None,
+        mixed_precision: PrecisionType | PrecisionName | None = None,
         cpu: bool = False,
         dynamo_plugin: Any = None,
         deepspeed_plugin: Any = None,
@@ -68,12 +72,11 @@ class AcceleratorState(ProcessMethods):
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
         }
-        if mixed_precision is not None:
-            mixed_precision = parse_precision(mixed_precision)
+        precision = None if mixed_precision is None else parse_precision(mixed_precision)
         newest: _Shown | None = AcceleratorState._shared_state.get("newest")
         is_same = (
             newest is not None
-            and mixed_precision in (None, newest.plan.mixed_precision)
+            and precision in (None, newest.plan.mixed_precision)
             and not _from_accelerator
             # By identity: an equal plugin is another object, which may be changed later.
             and all(value is None or value is newest.get(name) for name, value in passed.items())
@@ -83,7 +86,7 @@ class AcceleratorState(ProcessMethods):
         else:
             if _from_accelerator and _group_is_gone():
                 PartialState._reset_state()
-            plan = make_train_plan(mixed_precision=mixed_precision, **passed)
+            plan = make_train_plan(mixed_precision=precision, **passed)
             newest = _show(plan, cpu, kwargs)
         assert newest is not None, "it is the same, or new"
         # In the handle: one on an older state keeps that state.

@@ -16,6 +16,8 @@ from accel_state.logging.suggestion import did_you_mean
 if TYPE_CHECKING:
     import torch
 
+    from accel_state.literals import DynamoBackendName
+
 _Activity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
@@ -240,7 +242,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ValueError: If the backend or the mode is unknown, or both a mode and options are passed.
     """
 
-    backend: DynamoBackend | str | None = from_env("ACCELERATE_DYNAMO_BACKEND")
+    backend: DynamoBackend | DynamoBackendName | None = from_env("ACCELERATE_DYNAMO_BACKEND")
     mode: str | None = from_env("ACCELERATE_DYNAMO_MODE")
     fullgraph: bool | None = from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH")
     dynamic: bool | None = from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")

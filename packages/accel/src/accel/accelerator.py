@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -32,17 +32,18 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Never, TypeVarTuple, Unpack
 
     from accel.engines import Engine
+    from accel.engines.common.placeholders import PlaceholderScheduler
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
     from accel.engines.megatron.plugin import MegatronLMPlugin
     from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
     from accel.trackers.base import GeneralTracker
+    from accel.training.types import Decorator, EngineSettings, HasStep, Tree
     from accel_ckpt.config import ProjectConfiguration
     from accel_optim.handlers import AutocastKwargs
     from accel_optim.scheduler import AcceleratedScheduler
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from accel_state.literals import DynamoBackendName, LoggerName, PrecisionName, Reduction, RNGTypeName
     from accel_state.parallelism.config import ParallelismConfig
     from accel_state.process.info import ProcessInfo
+    from accel_state.step_events import Observer
     from accel_state.train_plan import TrainPlan
 
     Objects = TypeVarTuple("Objects")
@@ -88,8 +90,8 @@ class Accelerator:
         project_config: `project_dir` plus naming and retention of checkpoints.
         gradient_accumulation_plugin: The accumulation settings in full, instead of the number.
         step_scheduler_with_optimizer: Step prepared schedulers only when their optimizer stepped.
-        kwargs_handlers: Options for autocast, DDP, the scaler, the process group and the profiler, and
-            observers; one of each.
+        kwargs_handlers: Options for autocast, DDP, the scaler, the process group and the profiler, observers,
+            and the settings of an engine of another package; one of each.
         dynamo_backend: A torch.compile backend by name.
         dynamo_plugin: The compile options in full.
         deepspeed_plugins: Several DeepSpeedPlugins by name.
@@ -133,7 +135,7 @@ class Accelerator:
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        kwargs_handlers: Sequence[KwargsHandler | Observer | EngineSettings] | None = None,
         dynamo_backend: DynamoBackend | DynamoBackendName | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
@@ -450,6 +452,7 @@ class Accelerator:
 
         Example:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            assert accelerator.prepare(model) is model
         """
         prepared = prepare.prepare(self.run, args, device_placement, accelerator=self)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -495,11 +498,11 @@ class Accelerator:
         """
         return prepare.prepare_optimizer(self.run, optimizer, device_placement, accelerator=self)
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: HasStep | PlaceholderScheduler) -> AcceleratedScheduler:
         """Prepare one learning rate scheduler.
 
         Args:
-            scheduler: The scheduler.
+            scheduler: A scheduler of torch, any object with a `step` method, or a DummyScheduler.
 
         Returns:
             An AcceleratedScheduler, which steps when its optimizer did.
@@ -535,10 +538,7 @@ class Accelerator:
         Example:
             loader = accelerator.prepare_data_loader(loader)
         """
-        prepared: Loader = prepare.prepare_loader(
-            self.run, data_loader, device_placement, slice_fn_for_dispatch
-        )
-        return prepared
+        return prepare.prepare_loader(self.run, data_loader, device_placement, slice_fn_for_dispatch)  # type: ignore[no-any-return]
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Return a loader over the rest of the epoch, without reading the first batches.
@@ -550,8 +550,13 @@ class Accelerator:
         Returns:
             A loader whose first iteration begins after them.
 
+        Raises:
+            ValueError: If `num_batches` is negative.
+            TypeError: If it is no integer, or the loader's batches cannot be skipped.
+
         Example:
             rest_of_epoch = accelerator.skip_first_batches(loader, num_batches=1)
+            assert len(list(rest_of_epoch)) == len(loader) - 1
         """
         from accel_data.skip import skip_first_batches
 
@@ -583,6 +588,9 @@ class Accelerator:
 
         Args:
             model: The model.
+
+        Returns:
+            True if its `hf_device_map` names two devices or more.
 
         Example:
             assert not accelerator.verify_device_map(model)
@@ -620,6 +628,7 @@ class Accelerator:
 
         Example:
             model, optimizer = accelerator.free_memory(model, optimizer)
+            assert model is None and optimizer is None
         """
         return ending.free_memory(self.run, objects)
 
@@ -634,6 +643,7 @@ class Accelerator:
 
         Example:
             model, optimizer = accelerator.clear(model, optimizer)
+            assert model is None and optimizer is None
         """
         return ending.free_memory(self.run, objects)
 
@@ -843,6 +853,7 @@ class Accelerator:
         Example:
             if accelerator.sync_gradients:
                 accelerator.clip_grad_value_(model.parameters(), clip_value=0.5)
+                assert all(each.grad.abs().max() <= 0.5 for each in model.parameters())
         """
         gradients.clip_grad_value(self.run, parameters, clip_value)
 
@@ -926,10 +937,29 @@ class Accelerator:
 
         Example:
             all_losses = accelerator.gather(loss.detach())
+            assert len(all_losses) == accelerator.num_processes
         """
         return collectives.gather(self.run, tensor)
 
-    def gather_for_metrics(self, input_data: T, use_gather_object: bool = False, *, loader: Any = None) -> T:
+    @overload
+    def gather_for_metrics(
+        self, input_data: object, use_gather_object: Literal[True], *, loader: Any = None
+    ) -> list[Any]: ...
+    @overload
+    def gather_for_metrics(
+        self, input_data: list[T], use_gather_object: bool = False, *, loader: Any = None
+    ) -> list[T]: ...
+    @overload
+    def gather_for_metrics(
+        self, input_data: Tree, use_gather_object: Literal[False] = False, *, loader: Any = None
+    ) -> Tree: ...
+    @overload
+    def gather_for_metrics(
+        self, input_data: object, use_gather_object: bool = False, *, loader: Any = None
+    ) -> Any: ...
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None
+    ) -> Any:
         """Gather, and drop the rows that only padded the last batch: every sample counts once.
 
         After the loop it drops the padding of what has one row per sample of the full epoch, of the loader
@@ -956,6 +986,7 @@ class Accelerator:
                 outputs, targets = accelerator.gather_for_metrics((model(inputs), targets))
                 correct += int((outputs.round() == targets).sum())
                 seen += len(targets)
+            assert seen == len(loader.dataset)
         """
         return collectives.gather_for_metrics(self.run, input_data, use_gather_object, loader)
 
@@ -968,13 +999,16 @@ class Accelerator:
             scale: The result is multiplied by it.
 
         Returns:
-            The same structure.
+            The same structure and shapes, in new memory and without gradient.
 
         Raises:
             ValueError: If the reduction is unknown.
+            TypeError: If a leaf is no dense tensor, is boolean under "sum" or "mean", or complex under "max".
 
         Example:
             mean_loss = accelerator.reduce(loss.detach(), reduction="mean")
+            count = accelerator.reduce(torch.ones(1, device=accelerator.device), reduction="sum")
+            assert count.item() == accelerator.num_processes
         """
         return collectives.reduce(self.run, tensor, reduction, scale)
 
@@ -982,16 +1016,23 @@ class Accelerator:
         """Pad tensors to the largest size over the processes, so that they can be gathered.
 
         Args:
-            tensor: A tensor, or nested lists, tuples and dicts of tensors.
-            dim: The dimension to pad.
+            tensor: A tensor, or nested lists, tuples and dicts of tensors, whose sizes along `dim` may
+                differ between processes.
+            dim: The dimension to pad; tensors without it come back as they are.
             pad_index: The value to pad with.
             pad_first: Pad at the beginning.
 
         Returns:
-            The same structure.
+            The same structure; along `dim` a tensor has the largest size over the processes: (3, 5) and
+            (3, 8) both become (3, 8) with `dim=1`.
+
+        Raises:
+            TypeError: If a leaf is no dense tensor.
 
         Example:
-            tokens = accelerator.gather(accelerator.pad_across_processes(tokens, dim=1, pad_index=0))
+            padded = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
+            all_tokens = accelerator.gather(padded)
+            assert len(all_tokens) == accelerator.num_processes * len(tokens)
         """
         return collectives.pad_across_processes(self.run, tensor, dim, pad_index, pad_first)
 
@@ -1008,6 +1049,9 @@ class Accelerator:
 
     def check_trigger(self) -> bool:
         """Return whether any process raised its flag since the last check. Lowers the flags.
+
+        Returns:
+            The same answer on every process.
 
         Example:
             accelerator.set_trigger()
@@ -1031,6 +1075,7 @@ class Accelerator:
         Raises:
             DistributedOperationException: On every process, if something differs: which parameter, buffer or
                 generator is the first, on which processes, and how far they are apart.
+            TypeError: If one is no module.
 
         Example:
             assert accelerator.verify_sync() == []
@@ -1051,6 +1096,8 @@ class Accelerator:
 
         Example:
             accelerator.save({"epoch": 3}, "progress.pt")
+            accelerator.wait_for_everyone()
+            assert torch.load("progress.pt") == {"epoch": 3}
         """
         from accel.saving import save
 
@@ -1058,10 +1105,11 @@ class Accelerator:
 
     def save_state(
         self,
-        output_dir: str | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
         main_process_only: bool | None = None,
+        blocking: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
         """Write everything that `load_state` needs to continue from here. Every process calls it.
@@ -1072,26 +1120,29 @@ class Accelerator:
             main_process_only: Whether the main process calls it alone: the checkpoint then lacks the random
                 generators of the other processes. By default that is taken from the code around the call
                 (`if accelerator.is_main_process:`).
-            **save_model_func_kwargs: `blocking=False` copies the state, and writes and commits it in the
-                background while training continues. One such save is in flight at most: the next call waits
-                for it, and raises what went wrong in it, as do `wait_for_save`, `load_state` and
-                `end_training`. Others go to the engine.
+            blocking: False to copy the state, and to write and commit it in the background while training
+                continues. One such save is in flight at most: the next call waits for it, and raises what went
+                wrong in it, as do `wait_for_save`, `load_state` and `end_training`.
+            **save_model_func_kwargs: Options of the engine (under DeepSpeed, of its `save_checkpoint`); other
+                engines have none, and warn.
 
         Returns:
             The folder.
 
         Raises:
             ValueError: If there is no folder to write to.
-            TypeError: If something that is saved has no safe form; the message names it.
+            TypeError: If something that is saved has no safe form, or an option is misspelt: the message says
+                which.
 
         Example:
-            accelerator.save_state("checkpoints/epoch_0", blocking=False)
+            folder = accelerator.save_state("checkpoints/epoch_0", blocking=False)
             accelerator.wait_for_save()
+            assert accelerator.load_state(folder)
         """
         from accel.saving import save
 
         return save.save_state(
-            self.run, output_dir, safe_serialization, main_process_only, **save_model_func_kwargs
+            self.run, output_dir, safe_serialization, main_process_only, blocking, **save_model_func_kwargs
         )
 
     def wait_for_save(self) -> None:
@@ -1110,7 +1161,7 @@ class Accelerator:
 
     def save_on_preemption(
         self,
-        output_dir: str | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
         *,
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         exit_code: int = 75,  # EX_TEMPFAIL of sysexits.h
@@ -1144,8 +1195,13 @@ class Accelerator:
 
     def load_state(
         self,
-        input_dir: str | None = None,
+        input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool | None = None,
+        verify: bool = True,
+        map_location: str | torch.device | None = None,
+        missing_ok: bool = False,
         **load_model_func_kwargs: Any,
     ) -> bool:
         """Restore what `save_state` wrote. Every process calls it.
@@ -1157,8 +1213,13 @@ class Accelerator:
         Args:
             input_dir: The folder; None for the newest automatically named one.
             load_kwargs: Options of `torch.load` for everything but weights.
-            **load_model_func_kwargs: `missing_ok`, `strict`, `verify`, `map_location`, and options of the
-                models' `load_state_dict` (under DeepSpeed, of its `load_checkpoint`).
+            strict: True to raise on any difference between the folder and the objects, False to restore what
+                matches and warn of the rest; None for strict with folders that accel wrote.
+            verify: Whether to compare the files with their digests.
+            map_location: The device that files are read to: "cpu", "on_device" or a device.
+            missing_ok: Whether to return False where there is no checkpoint, instead of raising.
+            **load_model_func_kwargs: Options of the models' `load_state_dict` (under DeepSpeed, of its
+                `load_checkpoint`).
 
         Returns:
             Whether a checkpoint was restored: True, but with `missing_ok` where there is none.
@@ -1167,13 +1228,17 @@ class Accelerator:
             ValueError: If there is no folder to read from.
             FileNotFoundError: If there is no checkpoint in it, and `missing_ok` is not set.
             CheckpointError: If it is damaged, or differs from the objects.
+            TypeError: If an option is misspelt.
 
         Example:
-            resumed = accelerator.load_state("checkpoints/epoch_0", missing_ok=True)
+            accelerator.save_state("checkpoints/epoch_0")
+            assert accelerator.load_state("checkpoints/epoch_0")
+            assert not accelerator.load_state("checkpoints/epoch_1", missing_ok=True)
         """
         from accel.saving import load
 
-        return load.load_state(self.run, input_dir, load_kwargs, **load_model_func_kwargs)
+        settings = (strict, verify, map_location, missing_ok)
+        return load.load_state(self.run, input_dir, load_kwargs, *settings, **load_model_func_kwargs)
 
     @property
     def should_save_model(self) -> bool:
@@ -1194,6 +1259,7 @@ class Accelerator:
             state = accelerator.get_state_dict(model)
             if accelerator.is_main_process:
                 torch.save(state, "weights.pt")
+                assert torch.load("weights.pt").keys() == state.keys()
         """
         return self.engine.states.state_dict(model, unwrap)
 
@@ -1216,6 +1282,9 @@ class Accelerator:
             max_shard_size: The largest file, in bytes or as "10GB"; more than one gets an index.
             safe_serialization: Write safetensors files.
             main_process_only: Whether the main process calls it alone.
+
+        Raises:
+            ValueError: If `max_shard_size` is no size, or safetensors cannot store a weight.
 
         Example:
             accelerator.save_model(model, "weights", max_shard_size="2GB")
@@ -1256,9 +1325,13 @@ class Accelerator:
             A handle whose `remove()` takes the hook off.
 
         Example:
+            counts = []
             handle = accelerator.register_save_state_pre_hook(
-                lambda models, weights, output_dir: print("saving", output_dir)
+                lambda models, weights, output_dir: counts.append(len(models))
             )
+            accelerator.save_state("checkpoints/epoch_0")
+            handle.remove()
+            assert counts == [1]
         """
         return hooks.register(self.run.save_hooks, hook)
 
@@ -1275,9 +1348,13 @@ class Accelerator:
             A handle whose `remove()` takes the hook off.
 
         Example:
+            counts = []
             handle = accelerator.register_load_state_pre_hook(
-                lambda models, input_dir: print("loading", input_dir)
+                lambda models, input_dir: counts.append(len(models))
             )
+            accelerator.load_state(accelerator.save_state("checkpoints/epoch_0"))
+            handle.remove()
+            assert counts == [1]
         """
         return hooks.register(self.run.load_hooks, hook)
 
@@ -1333,6 +1410,9 @@ class Accelerator:
         Args:
             name: Its name.
             unwrap: Return its library's run object instead; likewise.
+
+        Returns:
+            A GeneralTracker; with `unwrap` what its library calls a run.
 
         Raises:
             ValueError: On every process, if `log_with` has no such tracker, or before `init_trackers`.
@@ -1565,13 +1645,14 @@ class Accelerator:
         Example:
             with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
                 outputs = [prompt.upper() for prompt in prompts]
+            assert accel.utils.gather_object(outputs) == ["A", "B", "C"]
         """
         return self.state.split_between_processes(inputs, apply_padding)
 
     @overload
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
     @overload
-    def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_main_process(self, function: None = None) -> Decorator: ...
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the main process runs it; elsewhere it returns None.
 
@@ -1581,16 +1662,15 @@ class Accelerator:
         Example:
             @accelerator.on_main_process
             def report(value):
-                print(value)
+                return f"loss {value}"
+            assert (report(0.5) == "loss 0.5") == accelerator.is_main_process
         """
         return self.state.on_main_process(function)
 
     @overload
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
     @overload
-    def on_local_main_process(
-        self, function: None = None
-    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_main_process(self, function: None = None) -> Decorator: ...
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the first process of each machine runs it; elsewhere it returns
         None.
@@ -1601,7 +1681,8 @@ class Accelerator:
         Example:
             @accelerator.on_local_main_process
             def report(value):
-                print(value)
+                return f"loss {value}"
+            assert (report(0.5) == "loss 0.5") == accelerator.is_local_main_process
         """
         return self.state.on_local_main_process(function)
 
@@ -1614,10 +1695,15 @@ class Accelerator:
         Example:
             @accelerator.on_last_process
             def report(value):
-                print(value)
+                return f"loss {value}"
+            assert (report(0.5) == "loss 0.5") == accelerator.is_last_process
         """
         return self.state.on_last_process(function)
 
+    @overload
+    def on_process(self, function: Callable[P, R], process_index: int) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(self, function: None = None, *, process_index: int) -> Decorator: ...
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only one process runs it; elsewhere it returns None.
 
@@ -1633,13 +1719,18 @@ class Accelerator:
         Example:
             @accelerator.on_process(process_index=0)
             def report(value):
-                print(value)
+                return f"loss {value}"
+            assert (report(0.5) == "loss 0.5") == (accelerator.process_index == 0)
         """
-        return self.state.on_process(function, process_index)
+        return self.state.on_process(function, process_index)  # type: ignore[arg-type]
 
+    @overload
     def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
+        self, function: Callable[P, R], local_process_index: int
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, *, local_process_index: int) -> Decorator: ...
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that only one process of each machine runs it; elsewhere it returns None.
 
         A run of one process runs it whatever the index, so that nothing is left undone there.
@@ -1654,9 +1745,10 @@ class Accelerator:
         Example:
             @accelerator.on_local_process(local_process_index=0)
             def report(value):
-                print(value)
+                return f"loss {value}"
+            assert (report(0.5) == "loss 0.5") == (accelerator.local_process_index == 0)
         """
-        return self.state.on_local_process(function, local_process_index)
+        return self.state.on_local_process(function, local_process_index)  # type: ignore[arg-type]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine.
@@ -1672,7 +1764,9 @@ class Accelerator:
 
     # Profiling, and the end
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> AbstractContextManager[torch.profiler.profile]:
         """Return a context that profiles the code inside with torch's profiler.
 
         Args:

@@ -250,6 +250,20 @@ def test_automatic_names_count_up_prune_and_resume_behind_the_newest(tmp_path):
     assert again[0].save_state().endswith("checkpoint_5")
 
 
+def test_misspelt_options_are_errors_and_others_go_on(tmp_path):
+    accelerator, *_ = make_run(cpu=True)
+    with pytest.raises(TypeError, match=r"save_state\(\) has no argument 'blockng'. Did you mean 'blocking'"):
+        accelerator.save_state(tmp_path / "a", blockng=False)
+    assert not (tmp_path / "a").exists()
+    with pytest.warns(UserWarning, match="save_state ignores tag"):  # an option of DeepSpeed
+        accelerator.save_state(tmp_path / "a", tag="step_1")
+    with pytest.raises(TypeError, match=r"load_state\(\) has no argument 'missing_okay'.*'missing_ok'"):
+        accelerator.load_state(tmp_path / "b", missing_okay=True)
+    assert accelerator.load_state(tmp_path / "a", assign=False)  # an option of load_state_dict
+    with pytest.raises(TypeError, match="weights_first"):
+        accelerator.load_state(tmp_path / "a", weights_first=True)
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_new_run_next_to_older_checkpoints_continues_above_them_and_keeps_its_own(tmp_path, blocking):
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 3}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+
 import pytest
 
+from accel import Accelerator
 from accel.training import arguments
 from accel.training.arguments import UNSET
 from accel_ckpt.config import ProjectConfiguration
@@ -54,3 +58,20 @@ def test_rng_types_by_name_and_by_enum():
     assert arguments.resolve_rng_types(["torch", RNGType.CUDA]) == [RNGType.TORCH, RNGType.CUDA]
     with pytest.raises(ValueError, match="torchy"):
         arguments.resolve_rng_types(["torchy"])
+
+
+def test_an_unknown_argument_is_no_suggestion_for_itself():
+    for name in ("unknown", "self"):
+        with pytest.raises(TypeError, match=f"^Accelerator\\(\\) has no argument '{name}'\\.") as caught:
+            arguments.reject_unknown(Accelerator, {name: 1})
+        assert f"mean '{name}'" not in str(caught.value)
+
+
+def test_the_message_names_observers_where_they_are():
+    with pytest.raises(TypeError, match="kwargs_handlers got 3") as caught:
+        arguments.sort_handlers([3])
+    names = re.findall(r"accel\.observe[\w.]*\w", str(caught.value))
+    assert len(names) == 4
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,17 @@ from accel_ops.trees.walk import find_path, flatten, plain_tensors, rebuild
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
+if TYPE_CHECKING:
+    from accel_state.literals import Reduction
+
+_T = TypeVar("_T")
+
 # Exact types that need no further check; DTensor and other subclasses take the slow path.
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 _REDUCTIONS = ("mean", "sum", "max", "none")
 
 
-def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
+def gather(tensor: _T, *, process: ProcessInfo | None = None) -> _T:
     """Concatenate the tensors of all processes along their first dimension, in rank order, on every process.
 
     Args:
@@ -49,7 +54,7 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
         DistributedOperationException: In debug mode, if the processes disagree.
     """
     process = process or current_process()
-    put_back: Callable[[Sequence[torch.Tensor]], Any]
+    put_back: Callable[[Sequence[torch.Tensor]], _T]
     plain = plain_tensors(tensor)
     if plain is not None:
         leaves, put_back = plain, partial(rebuild, tensor)
@@ -58,15 +63,15 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
     if process.world_size == 1 or (plain is None and not set(map(type, leaves)) <= _PLAIN_TYPES):
         require_plain("gather", tensor, leaves)
     if process.world_size == 1:
-        return put_back([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])
+        return put_back([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])  # type: ignore[no-any-return]
     if process.debug:
         check_collectives.check("gather", tensor, process=process)
     group = require_group("gather", process)
     try:
         if plain is not None:
-            return _gather(tensor, leaves, put_back, process, group)
+            return _gather(tensor, leaves, put_back, process, group)  # type: ignore[no-any-return]
         # Other containers may read the values when they are built, so only afterwards.
-        return put_back(_gather(tensor, leaves, list, process, group))
+        return put_back(_gather(tensor, leaves, list, process, group))  # type: ignore[no-any-return]
     except RuntimeError:
         # These give better errors, but are too expensive to run before.
         require_plain("gather", tensor, leaves)
@@ -78,10 +83,10 @@ def gather(tensor: Any, *, process: ProcessInfo | None = None) -> Any:
 def _gather(
     data: Any,
     leaves: Sequence[torch.Tensor],
-    put_back: Callable[[Sequence[torch.Tensor]], Any],
+    put_back: Callable[[Sequence[torch.Tensor]], _T],
     process: ProcessInfo,
     group: dist.ProcessGroup,
-) -> Any:
+) -> _T:
     # The common case, such as the metrics of a step: one stack, and one collective.
     stack = stack_if_uniform(leaves, process.world_size)
     if stack is None:
@@ -91,7 +96,7 @@ def _gather(
     if buffers.sent.device.type != "cpu":  # there a group that cannot move it raises an error by itself
         require_devices("gather", data, [buffers.sent.device], process)
 
-    def make_results() -> tuple[torch.Tensor, Any]:
+    def make_results() -> tuple[torch.Tensor, _T]:
         memory, results = stack.make_results()
         return memory, put_back(results)
 
@@ -125,8 +130,8 @@ def _gather_packs(
 
 
 def reduce(
-    tensor: Any, reduction: str = "mean", scale: float = 1.0, *, process: ProcessInfo | None = None
-) -> Any:
+    tensor: _T, reduction: Reduction = "mean", scale: float = 1.0, *, process: ProcessInfo | None = None
+) -> _T:
     """Combine the tensors of all processes element by element, on every process.
 
     Args:
@@ -152,6 +157,7 @@ def reduce(
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduce: reduction={reduction!r} is unknown; allowed: {', '.join(_REDUCTIONS)}.")
     process = process or current_process()
+    rebuild: Callable[[Sequence[torch.Tensor]], _T]
     leaves, rebuild = flatten(tensor, required_by="reduce")
     require_plain("reduce", tensor, leaves)
     if reduction == "none":
@@ -247,7 +253,7 @@ def _first_path(data: Any, condition: Callable[[torch.Tensor], bool]) -> str:
     return match[0] if match else "a tensor"
 
 
-def broadcast(tensor: Any, from_process: int = 0, *, process: ProcessInfo | None = None) -> Any:
+def broadcast(tensor: _T, from_process: int = 0, *, process: ProcessInfo | None = None) -> _T:
     """Give every process the values that one process has.
 
     Args:

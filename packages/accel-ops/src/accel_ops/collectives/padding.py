@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,21 @@ from accel_state.logging.warning import warn
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import current_process
 
+_T = TypeVar("_T")
+
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor cannot be padded across processes, and is returned unchanged."""
 
 
 def pad_across_processes(
-    tensor: Any,
+    tensor: _T,
     dim: int = 0,
     pad_index: float = 0,
     pad_first: bool = False,
     *,
     process: ProcessInfo | None = None,
-) -> Any:
+) -> _T:
     """Pad the tensors of all processes to the largest size along a dimension, so that they can be gathered.
 
     The sizes of the full tree are exchanged in one collective.
@@ -48,6 +51,7 @@ def pad_across_processes(
         DistributedOperationException: In debug mode, if the processes disagree.
     """
     process = process or current_process()
+    rebuild: Callable[[Sequence[torch.Tensor]], _T]
     leaves, rebuild = flatten(tensor, required_by="pad_across_processes")
     padded = [i for i, leaf in enumerate(leaves) if _has_dim(leaf, dim)]
     require_plain("pad_across_processes", tensor, [leaf for leaf in leaves if not leaf.is_nested])
@@ -89,7 +93,7 @@ def _pad(leaf: torch.Tensor, dim: int, size: int, value: float, first: bool) -> 
     return padded
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: _T, batch_size: int, num_processes: int, dim: int = 0) -> _T:
     """Repeat the last entry of a batch until the batch divides among the processes.
 
     Args:
@@ -118,4 +122,5 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         last = leaf.narrow(dim, batch_size - 1, 1)
         return torch.cat([leaf, *[last] * missing], dim)
 
-    return recursively_apply(pad, tensor)
+    padded: _T = recursively_apply(pad, tensor)
+    return padded

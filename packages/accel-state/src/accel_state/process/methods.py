@@ -207,6 +207,12 @@ class ProcessMethods:
         decorated: Callable[_P, _R | None] = self._run_only_if(lambda: self.is_last_process, function)
         return decorated
 
+    @overload
+    def on_process(self, function: Callable[_P, _R], process_index: int) -> Callable[_P, _R | None]: ...
+    @overload
+    def on_process(
+        self, function: None = None, *, process_index: int
+    ) -> Callable[[Callable[_P, _R]], Callable[_P, _R | None]]: ...
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only one process runs it; elsewhere it returns None.
 
@@ -226,6 +232,14 @@ class ProcessMethods:
         index = _require_index("on_process", "process_index", process_index)
         return self._run_only_if(lambda: not self.use_distributed or self.process_index == index, function)
 
+    @overload
+    def on_local_process(
+        self, function: Callable[_P, _R], local_process_index: int
+    ) -> Callable[_P, _R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, *, local_process_index: int
+    ) -> Callable[[Callable[_P, _R]], Callable[_P, _R | None]]: ...
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel.observe.base import observed
 from accel.saving.per_rank_buffers import read_per_rank_buffers, set_per_rank_buffers
 from accel.saving.save import checkpoints_root, free_number, models_for_hooks, sharded_models_and_optimizers
+from accel.training.arguments import reject_misspelt
 from accel.training.gradients import drop_gradients, has_gradients
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 def load_state(
     run: Run,
-    input_dir: str | None,
+    input_dir: str | os.PathLike[str] | None,
     load_kwargs: dict[str, Any] | None,
     strict: bool | None = None,
     verify: bool = True,
@@ -59,14 +61,16 @@ def load_state(
         ValueError: If there is no folder to read from.
         FileNotFoundError: If there is no checkpoint in it.
         CheckpointError: If it is damaged, or differs from the objects.
+        TypeError: If an option is misspelt.
     """
+    reject_misspelt(load_state, options)
     with observed(run, "loading"):
         return _restore(run, input_dir, load_kwargs, strict, verify, map_location, missing_ok, options)
 
 
 def _restore(
     run: Run,
-    input_dir: str | None,
+    input_dir: str | os.PathLike[str] | None,
     load_kwargs: dict[str, Any] | None,
     strict: bool | None,
     verify: bool,
@@ -191,7 +195,7 @@ def _files_of_hooks(run: Run, skipped: Collection[int]) -> set[str]:
     }
 
 
-def _any_checkpoint_exists(run: Run, input_dir: str | None) -> bool:
+def _any_checkpoint_exists(run: Run, input_dir: str | os.PathLike[str] | None) -> bool:
     """Whether any process sees a checkpoint, damaged or not."""
     process = run.process
 

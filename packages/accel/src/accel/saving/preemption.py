@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -69,7 +70,10 @@ class PreemptionHandler(Observer):
 
 
 def save_on_preemption(
-    accelerator: Accelerator, output_dir: str | None, signals: Sequence[str], exit_code: int
+    accelerator: Accelerator,
+    output_dir: str | os.PathLike[str] | None,
+    signals: Sequence[str],
+    exit_code: int,
 ) -> None:
     """See `Accelerator.save_on_preemption`."""
     reason = preemption_signal(accelerator.run, output_dir, signals)
@@ -88,7 +92,9 @@ def save_on_preemption(
     raise SystemExit(exit_code)
 
 
-def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:
+def preemption_signal(
+    run: Run, output_dir: str | os.PathLike[str] | None, signals: Sequence[str]
+) -> str | None:
     """Return the preemption signal that any process received; every process calls it at the end of each step.
 
     Args:
@@ -115,7 +121,7 @@ def preemption_signal(run: Run, output_dir: str | None, signals: Sequence[str]) 
     return handler.received or "a signal to another process"
 
 
-def _check_folder(run: Run, output_dir: str | None) -> None:
+def _check_folder(run: Run, output_dir: str | os.PathLike[str] | None) -> None:
     config = run.project_configuration
     if output_dir is None and not config.automatic_checkpoint_naming:
         raise ValueError(

@@ -12,6 +12,7 @@ from accel.observe.base import observed
 from accel.observe.sync import verify_before_save
 from accel.saving.per_rank_buffers import save_per_rank_buffers
 from accel.saving.saving_process import saving_process
+from accel.training.arguments import reject_misspelt
 from accel.training.prepare import has_any_parameter
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
@@ -88,7 +89,7 @@ def register(run: Run, objects: Sequence[Any]) -> None:
 
 def save_state(
     run: Run,
-    output_dir: str | None,
+    output_dir: str | os.PathLike[str] | None,
     safe_serialization: bool,
     main_process_only: bool | None,
     blocking: bool = True,
@@ -112,8 +113,10 @@ def save_state(
 
     Raises:
         ValueError: If there is no folder to write to.
+        TypeError: If an option is misspelt.
         Exception: The error of this process, or of the previous save in the background.
     """
+    reject_misspelt(save_state, options)
     with observed(run, "saving"):
         output_dir = output_path(output_dir)
         process = saving_process(run, "save_state", main_process_only)
@@ -124,7 +127,7 @@ def save_state(
 
 def _write_checkpoint(
     run: Run,
-    output_dir: str | None,
+    output_dir: str | os.PathLike[str] | None,
     safe_serialization: bool,
     blocking: bool,
     process: ProcessInfo,
@@ -284,7 +287,7 @@ def models_for_hooks(run: Run) -> list[torch.nn.Module]:
     return [run.engine.unwrap_model(model) for model in run.prepared.models]
 
 
-def saved_folder(run: Run, output_dir: str | None) -> str:
+def saved_folder(run: Run, output_dir: str | os.PathLike[str] | None) -> str:
     """Return the folder that the main process alone has saved into."""
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
@@ -292,7 +295,7 @@ def saved_folder(run: Run, output_dir: str | None) -> str:
     return str(rotation.checkpoints(checkpoints_root(config))[-1])
 
 
-def _new_folder(run: Run, output_dir: str | None, process: ProcessInfo) -> Path:
+def _new_folder(run: Run, output_dir: str | os.PathLike[str] | None, process: ProcessInfo) -> Path:
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
         if output_dir is None:

@@ -27,6 +27,7 @@ from accel_state.step_events import Observer
 
 if TYPE_CHECKING:
     from accel.engines import Engine
+    from accel.training.types import EngineSettings
 
 _logger = get_logger(__name__)
 
@@ -74,7 +75,7 @@ def _fields() -> dict[type, str]:
     }
 
 
-def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+def sort_handlers(handlers: Sequence[KwargsHandler | Observer | EngineSettings] | None) -> Handlers:
     """Sort kwargs handlers by kind.
 
     Raises:
@@ -98,8 +99,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
             names = ", ".join(kind.__name__ for kind in _fields())
             raise TypeError(
                 f"kwargs_handlers got {handler!r}; it takes instances of {names}, observers (subclasses of "
-                "accel.observe.Observer; GuardKwargs, StatisticsKwargs and WatchdogKwargs of accel.observe), "
-                "and settings of an engine that another package adds."
+                "accel.observe.Observer; accel.observe.guard.GuardKwargs, "
+                "accel.observe.statistics.StatisticsKwargs and accel.observe.watchdog.WatchdogKwargs), and "
+                "settings of an engine that another package adds."
             )
         if field in found:
             raise ValueError(_duplicate_message(type(found[field]), type(handler)))
@@ -187,8 +189,27 @@ def resolve_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[RNGType
 def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
     """Raise TypeError for keyword arguments that a function does not have."""
     for name in unknown:
-        names = [*inspect.signature(function).parameters]
-        raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, names)}")
+        raise TypeError(
+            f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, _argument_names(function))}"
+        )
+
+
+def reject_misspelt(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise TypeError for options whose name is almost that of an argument of the function.
+
+    Args:
+        function: A function that passes further keyword arguments on.
+        options: These keyword arguments.
+    """
+    for name in options:
+        # Strict, as an engine's options may resemble them.
+        if suggestion := did_you_mean(name, _argument_names(function), cutoff=0.8):
+            raise TypeError(f"{function.__name__}() has no argument {name!r}.{suggestion}")
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [name for name, one in parameters.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
 
 
 def resolve_deprecated(

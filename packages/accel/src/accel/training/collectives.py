@@ -8,22 +8,22 @@ from accel_ops.collectives import operations, padding
 
 if TYPE_CHECKING:
     from accel.training.run import Run
+    from accel_state.literals import Reduction
 
 _T = TypeVar("_T")
 
 
 def gather(run: Run, tensor: _T) -> _T:
     """See `Accelerator.gather`."""
-    gathered: _T = operations.gather(tensor, process=run.process)
-    return gathered
+    return operations.gather(tensor, process=run.process)
 
 
-def gather_for_metrics(run: Run, data: _T, use_gather_object: bool, loader: Any) -> _T:
+def gather_for_metrics(run: Run, data: Any, use_gather_object: bool, loader: Any) -> Any:
     """See `Accelerator.gather_for_metrics`."""
     from accel.training import metrics  # imported on first use, as a run may never evaluate
 
     parallelism = run.state.parallelism_config
-    gathered: _T = metrics.gather_for_metrics(
+    return metrics.gather_for_metrics(
         data,
         passes=metrics.current_passes(run.gradient_state, loader),
         process=run.process,
@@ -32,24 +32,21 @@ def gather_for_metrics(run: Run, data: _T, use_gather_object: bool, loader: Any)
         shares_sequences=parallelism is not None and parallelism.cp_enabled,
         is_training=is_training(run),
     )
-    return gathered
 
 
-def reduce(run: Run, tensor: _T, reduction: str, scale: float) -> _T:
+def reduce(run: Run, tensor: _T, reduction: Reduction, scale: float) -> _T:
     """See `Accelerator.reduce`."""
     # In training, samples that fill up the last batch are trained on like others.
     if run.process.world_size > 1 and not is_training(run):
         from accel.training import metrics
 
         metrics.warn_of_reduced_padding(run.gradient_state, run.engine.loaders.dp_rank_and_size[1], reduction)
-    reduced: _T = operations.reduce(tensor, reduction, scale, process=run.process)
-    return reduced
+    return operations.reduce(tensor, reduction, scale, process=run.process)
 
 
 def pad_across_processes(run: Run, tensor: _T, dim: int, pad_index: int, pad_first: bool) -> _T:
     """See `Accelerator.pad_across_processes`."""
-    padded: _T = padding.pad_across_processes(tensor, dim, pad_index, pad_first, process=run.process)
-    return padded
+    return padding.pad_across_processes(tensor, dim, pad_index, pad_first, process=run.process)
 
 
 def is_training(run: Run) -> bool:

@@ -26,7 +26,7 @@ _is_running = False  # torch's own flag is off while a schedule waits
 
 
 @contextlib.contextmanager
-def profile(process: ProcessInfo, handler: ProfileKwargs) -> Iterator[Any]:
+def profile(process: ProcessInfo, handler: ProfileKwargs) -> Iterator[torch.profiler.profile]:
     """Profile a block with torch's profiler.
 
     Processes do not wait for each other, so that one alone can profile, or leave the block by an exception;
