@@ -1121,8 +1121,8 @@ class Accelerator:
                 generators of the other processes. By default that is taken from the code around the call
                 (`if accelerator.is_main_process:`).
             blocking: False to copy the state, and to write and commit it in the background while training
-                continues. One such save is in flight at most: the next call waits for it, and raises what went
-                wrong in it, as do `wait_for_save`, `load_state` and `end_training`.
+                continues. One such save is in flight at most: the next call waits for it, and raises what
+                went wrong in it, as do `wait_for_save`, `load_state` and `end_training`.
             **save_model_func_kwargs: Options of the engine (under DeepSpeed, of its `save_checkpoint`); other
                 engines have none, and warn.
 
