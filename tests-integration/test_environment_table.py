@@ -25,7 +25,6 @@ from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.watchdog import WatchdogKwargs
-from accel.precision.fp8.choice import resolve_fp8
 from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.tracking import GeneralTracker
 from accel_ckpt.errors import CheckpointError
@@ -282,7 +281,7 @@ READERS: dict[str, Reader] = {
     ),
     **family("ACCELERATE_FP8_", make(TERecipeKwargs, MSAMPRecipeKwargs)),
     **family("FP8_OVERRIDE_", make(TERecipeKwargs)),
-    "ACCELERATE_FP8_BACKEND": Reader(lambda: resolve_fp8("fp8", None), {}, "MSAMP"),
+    "ACCELERATE_FP8_BACKEND": Reader(lambda: plan(mixed_precision="fp8").fp8_backend),
     "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": Reader(lambda: AORecipeKwargs().build(True)),
     "ACCELERATE_FP8_PAD_INNER_DIM": Reader(lambda: AORecipeKwargs().build(True)),
     **family("MEGATRON_LM_", make(MegatronLMPlugin)),

@@ -87,7 +87,7 @@ def test_pages_say_under_which_engines_a_save_may_stand_inside_a_window():
         line for line in table.splitlines() if line.startswith("| `save_state` inside an accumulation")
     )
     said = [cell.strip() for cell in row.strip("|").split("|")][1:]
-    engines = ["single", "ddp", "fsdp1", "mesh", "mesh", "deepspeed"]  # the columns of that table
+    engines = ["single", "ddp", "fsdp1", "fsdp2", "tp", "deepspeed"]  # the columns of that table
     may = []
     for name in engines:
         module, _, kind = ENGINES[name].path.partition(":")

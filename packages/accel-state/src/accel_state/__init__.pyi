@@ -124,3 +124,4 @@ from accel_state.process.state import current_process as current_process
 from accel_state.process.state import wait_for_everyone as wait_for_everyone
 from accel_state.train_plan import TrainPlan as TrainPlan
 from accel_state.train_plan import make_train_plan as make_train_plan
+from accel_state.train_plan import register_plugin_class as register_plugin_class

@@ -10,13 +10,16 @@ Nothing else decides: the Accelerator hands the plan down, and `AcceleratorState
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_state import env
+from accel_state.devices.probes import is_cuda_available
 from accel_state.devices.table import device_spec
 from accel_state.enums import DistributedType, PrecisionType
 from accel_state.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
+from accel_state.imports.available import is_transformer_engine_available
 from accel_state.logging.warning import warn
 from accel_state.parallelism.config import ParallelismConfig
 
@@ -25,6 +28,19 @@ if TYPE_CHECKING:
 
 # Returns the class of an argument's plugins, and imports it on first use.
 _PluginClass = Callable[[str], Any]
+
+# Set when accel.state is imported: this package must not import one above it.
+_registered_plugin_class: _PluginClass | None = None
+
+
+def register_plugin_class(plugin_class: _PluginClass) -> None:
+    """Register what makes the plugins that the environment asks for, where `make_train_plan` gets none.
+
+    Args:
+        plugin_class: Returns the class of an argument's plugins.
+    """
+    global _registered_plugin_class
+    _registered_plugin_class = plugin_class
 
 
 @dataclass(frozen=True)
@@ -47,20 +63,29 @@ _ENGINE_ARGUMENTS = {
 class TrainPlan:
     """The engine, precision, mesh, plugins and accumulation of an Accelerator, and the reasons for them.
 
+    It says what was decided at the start: what is assigned to the Accelerator later, such as
+    `gradient_accumulation_steps`, does not change it. The plugins are the objects that were passed.
+
     Attributes:
-        engine: The engine's name, such as "ddp"; None until `on`, where the number of processes decides.
+        engine: The engine's name, such as "ddp"; None until `on`, where the number of processes decides. `on`
+            completes that of a mesh by its axes, such as "fsdp2 x tp". It stays None where the environment
+            asks for FSDP and accel, which has the plugin with the version, is not imported.
         distributed_type: The engine as `Accelerator.distributed_type` names it; None until `on`, likewise.
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         plugins: The plugins by their argument; at most one of them chooses the engine.
         engine_settings: What chose the engine: a plugin, a dict of DeepSpeed's, or the settings of an engine
             of another package; None if nothing did.
         torch_tp_plugin: The older way to give tp_size, as it was passed.
-        parallelism: The sizes of the mesh's axes; None without a mesh.
+        parallelism: The sizes of the mesh's axes as they were asked for; None if they were not.
         dynamo: How models are compiled.
         accumulation: Micro-batches per optimizer step, and what goes with them.
         device_placement: Whether prepared objects and batches go to the device.
-        reasons: The arguments and variables that decided "engine", "mixed_precision" and "accumulation"; an
-            empty tuple where the default did.
+        reasons: The arguments and variables that decided "engine", "mesh", "mixed_precision", "fp8_backend",
+            "accumulation", "dynamo" and "device_placement"; an empty tuple where the default did.
+        fp8_backend: The library that computes in fp8: "AO", "TE" or "MSAMP"; None in other precisions, and
+            until `on`, where what is installed decides.
+        mesh: The sizes of the mesh's axes that the engine trains on, outermost first; empty until `on`, and
+            without a mesh.
     """
 
     engine: str | None
@@ -74,9 +99,23 @@ class TrainPlan:
     accumulation: GradientAccumulationPlugin
     device_placement: bool
     reasons: Mapping[str, tuple[str, ...]]
+    fp8_backend: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("plugins", "reasons", "mesh"):
+            object.__setattr__(self, name, MappingProxyType({**getattr(self, name)}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A proxy cannot be pickled.
+        return {**vars(self), "plugins": {**self.plugins}, "reasons": {**self.reasons}, "mesh": {**self.mesh}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     def on(self, process: ProcessInfo) -> TrainPlan:
-        """Return the plan for this process, with an engine.
+        """Return the plan for this process, with an engine and the axes of its mesh.
 
         Raises:
             ValueError: If its device lacks the precision, or its engine takes no such mesh.
@@ -84,14 +123,30 @@ class TrainPlan:
         _check_precision(self.mixed_precision, process)
         kind = process.distributed_type
         engine, distributed_type = self.engine, self.distributed_type or kind
+        reasons = dict(self.reasons)
         is_external = self.engine_settings is not None and not self.plugins
         # XLA shards by itself: a plugin says how, and does not make it another engine.
         if kind == DistributedType.XLA and not is_external:
-            engine, distributed_type = "xla", kind
-        if engine is None:
+            engine, distributed_type, reasons["engine"] = "xla", kind, ("the devices",)
+        if engine is None and not self.plugins:
             engine = "single" if kind == DistributedType.NO else "ddp"
+            reasons["engine"] = ("the number of processes",)
         _check_axes(engine, self.parallelism)
-        return replace(self, engine=engine, distributed_type=distributed_type)
+        mesh = _mesh_axes(self, engine, process.world_size)
+        if engine in ("fsdp2", "tp"):
+            engine = _mesh_engine_name(mesh, is_chosen=self.engine_settings is not None)
+        fp8_backend = self.fp8_backend
+        if self.mixed_precision == PrecisionType.FP8 and fp8_backend is None:
+            # Transformer Engine's kernels are for NVIDIA GPUs alone.
+            fp8_backend = "TE" if is_cuda_available() and is_transformer_engine_available() else "AO"
+        return replace(
+            self,
+            engine=engine,
+            distributed_type=distributed_type,
+            reasons=reasons,
+            fp8_backend=fp8_backend,
+            mesh=mesh,
+        )
 
 
 def make_train_plan(
@@ -108,6 +163,7 @@ def make_train_plan(
     gradient_accumulation_steps: int = 1,
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
     device_placement: bool = True,
+    fp8_recipe: Any = None,
     external_settings: Any = None,
     plugin_class: _PluginClass | None = None,
 ) -> TrainPlan:
@@ -116,7 +172,7 @@ def make_train_plan(
     A plugin that is passed chooses its engine, whatever the environment's switches say.
 
     Args:
-        deepspeed_plugin: As the Accelerator's; so are all but the last two.
+        deepspeed_plugin: As the Accelerator's; so are all but the last three.
         deepspeed_plugins: Several by name.
         fsdp_plugin: A FullyShardedDataParallelPlugin.
         megatron_lm_plugin: A MegatronLMPlugin.
@@ -128,9 +184,10 @@ def make_train_plan(
         gradient_accumulation_steps: Micro-batches per optimizer step; 1 counts as not passed.
         gradient_accumulation_plugin: The accumulation settings in full.
         device_placement: Whether prepared objects and batches go to the device.
+        fp8_recipe: The settings of the library that computes in fp8, which have its name as `library`.
         external_settings: The settings of an engine of another package, which have its name as `engine`.
         plugin_class: Returns the class of an argument's plugins, which checks them and makes those that the
-            environment requests. Without it, that is left to whoever made them.
+            environment requests. Without it, the registered one makes them, and nothing checks them.
 
     Raises:
         TypeError: If a plugin is of another engine's class.
@@ -146,12 +203,12 @@ def make_train_plan(
     }
     if plugin_class is not None:
         _check_plugins(passed, plugin_class)
-    plugins, parallelism, engine_reasons = _choose_plugin(
+    plugins, parallelism, engine_reasons, mesh_reasons = _choose_plugin(
         {name: passed[name] for name in _ENGINE_ARGUMENTS if passed[name] is not None},
         torch_tp_plugin,
         parallelism_config,
         external_settings,
-        plugin_class or (lambda argument: lambda **settings: None),
+        plugin_class or _registered_plugin_class or (lambda argument: lambda **settings: None),
     )
     engine = _name_engine(plugins, parallelism, external_settings)
     _check_axes(engine, parallelism)
@@ -161,6 +218,8 @@ def make_train_plan(
     accumulation, accumulation_reason = _resolve_accumulation(
         gradient_accumulation_steps, gradient_accumulation_plugin, deepspeed
     )
+    fp8_backend, fp8_reason = _resolve_fp8_backend(precision, fp8_recipe)
+    dynamo, dynamo_reason = _resolve_dynamo(dynamo_backend, dynamo_plugin)
     return TrainPlan(
         engine=engine,
         distributed_type=next((_ENGINE_ARGUMENTS[name].distributed_type for name in plugins), None),
@@ -171,14 +230,19 @@ def make_train_plan(
         else next(iter(plugins.values()), None),
         torch_tp_plugin=torch_tp_plugin,
         parallelism=parallelism,
-        dynamo=_resolve_dynamo(dynamo_backend, dynamo_plugin),
+        dynamo=dynamo,
         accumulation=accumulation,
         device_placement=device_placement,
         reasons={
             "engine": tuple(engine_reasons),
+            "mesh": tuple(mesh_reasons),
             "mixed_precision": precision_reason,
+            "fp8_backend": fp8_reason,
             "accumulation": accumulation_reason,
+            "dynamo": dynamo_reason,
+            "device_placement": () if device_placement else ("device_placement",),
         },
+        fp8_backend=fp8_backend,
     )
 
 
@@ -202,8 +266,8 @@ def _choose_plugin(
     parallelism_config: ParallelismConfig | None,
     external_settings: Any,
     plugin_class: _PluginClass,
-) -> tuple[dict[str, Any], ParallelismConfig | None, list[str]]:
-    """The one plugin that chooses the engine, if any, the mesh, and the reasons for both."""
+) -> tuple[dict[str, Any], ParallelismConfig | None, list[str], list[str]]:
+    """The one plugin that chooses the engine, if any, the mesh, the engine's reasons and the mesh's."""
     reasons = [*plugins, *([] if external_settings is None else [type(external_settings).__name__])]
     is_passed = bool(reasons)
     # An argument wins over every switch: a program may be started with those of another one.
@@ -221,14 +285,20 @@ def _choose_plugin(
     # An argument wins over the environment's sizes, too.
     if is_passed and parallelism_config is None and "fsdp_plugin" not in plugins:
         parallelism = _drop_env_mesh(parallelism, reasons[0], tensor_plugin)
-    elif not is_passed and (parallelism_config is not None or tensor_plugin is not None):
-        plugins, reasons = _reconcile_env_plugin(parallelism, plugins, reasons)
+    mesh_reasons = _mesh_reasons(parallelism_config, tensor_plugin, parallelism)
+    if not is_passed and (parallelism_config is not None or tensor_plugin is not None):
+        plugins, reasons = _reconcile_env_plugin(parallelism, plugins, reasons, mesh_reasons)
+    if parallelism is None:
+        return plugins, parallelism, reasons, mesh_reasons
     # Axes of shards mean FSDP. Version 2, as version 1 has no mesh.
-    if parallelism is not None and parallelism.dp_shard_cp_dim_names and "fsdp_plugin" not in plugins:
+    if parallelism.dp_shard_cp_dim_names and "fsdp_plugin" not in plugins:
         if reasons:
             raise ValueError(_fsdp_conflict_message(parallelism, reasons[0], next(iter(plugins), None)))
         plugins = {"fsdp_plugin": plugin_class("fsdp_plugin")(fsdp_version=2)}
-    return plugins, parallelism, [*reasons, *_mesh_reasons(parallelism_config, tensor_plugin, parallelism)]
+    # Without a plugin the axes of shards and of split weights decide.
+    if not reasons and (plugins or parallelism.tp_enabled):
+        reasons = mesh_reasons
+    return plugins, parallelism, reasons, mesh_reasons
 
 
 def _first(plugins: Any) -> Any:
@@ -249,8 +319,10 @@ def _name_engine(
     if "megatron_lm_plugin" in plugins:
         return "megatron_lm"
     if "fsdp_plugin" in plugins:
+        if plugins["fsdp_plugin"] is None:
+            return None  # nobody here could make it, and it has the version
         if getattr(plugins["fsdp_plugin"], "fsdp_version", 1) != 1:
-            return "mesh"
+            return "fsdp2"
         if parallelism is not None and parallelism.active_mesh_dims:
             raise ValueError(
                 f"parallelism_config arranges {', '.join(parallelism.active_mesh_dims)}, and fsdp_version=1 "
@@ -260,7 +332,7 @@ def _name_engine(
     if external_settings is not None:
         return str(external_settings.engine)
     # Tensor parallelism alone has no plugin: its axis selects the engine.
-    return "mesh" if parallelism is not None and parallelism.tp_enabled else None
+    return "tp" if parallelism is not None and parallelism.tp_enabled else None
 
 
 # The mesh
@@ -291,7 +363,7 @@ def _drop_env_mesh(
 
 
 def _reconcile_env_plugin(
-    config: ParallelismConfig | None, plugins: dict[str, Any], reasons: list[str]
+    config: ParallelismConfig | None, plugins: dict[str, Any], reasons: list[str], mesh_reasons: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """The environment's plugin and its switch, unless its engine takes no mesh such as an argument has."""
     name, plugin = next(iter(plugins.items()), (None, None))
@@ -316,7 +388,8 @@ def _reconcile_env_plugin(
         )
     # Version 1 is also the default where no version was chosen.
     warn(f"FSDP version 2 takes the place of version 1: {mesh}, which version 1 does not train on.")
-    return {name: type(plugin)(fsdp_version=2, reshard_after_forward=strategy == "FULL_SHARD")}, reasons
+    plugin = type(plugin)(fsdp_version=2, reshard_after_forward=strategy == "FULL_SHARD")
+    return {name: plugin}, [*reasons, *mesh_reasons]
 
 
 def _check_axes(engine: str | None, config: ParallelismConfig | None) -> None:
@@ -333,6 +406,35 @@ def _check_axes(engine: str | None, config: ParallelismConfig | None) -> None:
             f"sp_size={config.sp_size}: sequence parallelism is DeepSpeed's (Ulysses). Pass a "
             "DeepSpeedPlugin too (accel launch --use_deepspeed), or set cp_size."
         )
+
+
+def _mesh_axes(plan: TrainPlan, engine: str | None, world_size: int) -> dict[str, int]:
+    """The axes that the engine trains on, with their sizes."""
+    config = plan.parallelism
+    active = {} if config is None else {n: getattr(config, f"{n}_size") for n in config.active_mesh_dims}
+    if engine not in ("fsdp2", "tp"):
+        return active
+    if config is None or not active:
+        return {"dp_shard": world_size}
+    if config.dp_shard_cp_dim_names:
+        return active
+    if config.dp_replicate_enabled:  # replicas without shards, on one mesh with the tensor-parallel axis
+        return {"dp_replicate": active.pop("dp_replicate"), "dp_shard": 1, **active}
+    if plan.engine_settings is not None:
+        config.validate(world_size)  # its message comes first
+        raise ValueError(
+            f"fsdp_plugin with tp_size={config.tp_size} on {world_size} processes leaves nothing to shard "
+            "over. Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
+        )
+    return active
+
+
+def _mesh_engine_name(mesh: Mapping[str, int], is_chosen: bool) -> str:
+    """What the axes do, as `Engine.name` says it: "fsdp2", "fsdp2 x tp", "tp"."""
+    # Replicas without requested shards are DDP to the user, whatever implements it.
+    is_plain = "dp_replicate" in mesh and mesh.get("dp_shard") == 1 and not is_chosen
+    data = [] if [*mesh] == ["tp"] else ["ddp" if is_plain else "fsdp2"]
+    return " x ".join([*data, *(axis for axis in ("cp", "tp") if axis in mesh)])
 
 
 def _fsdp_conflict_message(config: ParallelismConfig, reason: str, argument: str | None) -> str:
@@ -406,6 +508,20 @@ def _check_precision(precision: str, process: ProcessInfo) -> None:
     )
 
 
+def _resolve_fp8_backend(precision: str, recipe: Any) -> tuple[str | None, tuple[str, ...]]:
+    """The library of a recipe, or of the environment; None where what is installed decides."""
+    if precision != PrecisionType.FP8:
+        return None, ()
+    variable = "ACCELERATE_FP8_BACKEND"
+    named: str | None = env.get(variable)
+    if recipe is None:
+        return named, () if named is None else (variable,)
+    library: str = recipe.library
+    if named not in (None, library):
+        warn(f"{variable}={named} is ignored: kwargs_handlers has {type(recipe).__name__}.")
+    return library, (type(recipe).__name__,)
+
+
 def _resolve_accumulation(
     steps: int, plugin: GradientAccumulationPlugin | None, deepspeed: Any
 ) -> tuple[GradientAccumulationPlugin, tuple[str, ...]]:
@@ -418,9 +534,10 @@ def _resolve_accumulation(
                 f"pass one of them (the plugin's num_steps is the same setting)."
             )
         if plugin.num_steps is not None:
-            return plugin, ("gradient_accumulation_plugin",)
-        number = env.get(variable)
-        return replace(plugin, num_steps=number or 1), (variable,) if number else ()
+            return replace(plugin), ("gradient_accumulation_plugin",)  # a copy: the user may change theirs
+        if not env.is_set(variable):
+            return replace(plugin, num_steps=1), ()
+        return replace(plugin, num_steps=check_accumulation_steps(env.get(variable))), (variable,)
     # As documented: the launcher's flag changes scripts that pass a number.
     if env.is_set(variable):
         return GradientAccumulationPlugin(num_steps=check_accumulation_steps(env.get(variable))), (variable,)
@@ -443,9 +560,14 @@ def check_accumulation_steps(steps: Any) -> int:
     return steps
 
 
-def _resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+def _resolve_dynamo(
+    backend: Any, plugin: TorchDynamoPlugin | None
+) -> tuple[TorchDynamoPlugin, tuple[str, ...]]:
     if backend is not None and plugin is not None:
         raise ValueError("Accelerator got dynamo_backend and dynamo_plugin: pass one of them.")
     if plugin is not None:
-        return plugin
-    return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+        return plugin, ("dynamo_plugin",)
+    if backend is not None:
+        return TorchDynamoPlugin(backend=backend), ("dynamo_backend",)
+    variable = "ACCELERATE_DYNAMO_BACKEND"
+    return TorchDynamoPlugin(), (variable,) if env.is_set(variable) else ()

@@ -13,6 +13,7 @@ from accel.engines import plugin_class
 from accel.engines.start import start_engine
 from accel.observe.base import start_observers
 from accel.saving import hooks
+from accel.state import AcceleratorState
 from accel.trackers.session import TrackerSession
 from accel.training import arguments, collectives, ending, gradients, prepare, uneven
 from accel.training.any_rank_flag import AnyRankFlag
@@ -22,7 +23,6 @@ from accel.training.misuse import MisuseChecker
 from accel.training.run import Run
 from accel_data.config import DataLoaderConfiguration
 from accel_optim.window import Window
-from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin, ProfileKwargs
 from accel_state.train_plan import make_train_plan
@@ -170,7 +170,7 @@ class Accelerator:
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             device_placement=device_placement,
-            external_settings=self.handlers.engine,
+            **self.handlers.for_plan(),
             plugin_class=plugin_class,
         )
         # Joins the process group: from here on collectives are possible.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
@@ -17,12 +20,14 @@ from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.state import AcceleratorState
 from accel_state import train_plan
 from accel_state.enums import DistributedType
 from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel_state.parallelism.config import ParallelismConfig
 from accel_state.process.info import ProcessInfo
+from accel_state.process.state import PartialState
 
 make_train_plan = partial(train_plan.make_train_plan, plugin_class=engines.plugin_class)
 
@@ -72,7 +77,10 @@ def test_without_either_nothing_is_chosen():
     plan = make_train_plan()
 
     assert (plan.engine, plan.engine_settings, plan.parallelism, plan.plugins) == (None, None, None, {})
-    assert dict(plan.reasons) == {"engine": (), "mixed_precision": (), "accumulation": ()}
+    assert set(plan.reasons.values()) == {()}
+    assert sorted(plan.reasons) == sorted(
+        ["engine", "mesh", "mixed_precision", "fp8_backend", "accumulation", "dynamo", "device_placement"]
+    )
 
 
 def engine_of_the_argument() -> str:
@@ -89,7 +97,7 @@ def test_an_accelerator_has_the_engine_of_its_argument(world):
 def test_a_mesh_of_the_environment_does_not_defeat_an_argument(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    assert make_train_plan().engine == "mesh"
+    assert make_train_plan().engine == "fsdp2"
 
     with pytest.warns(UserWarning, match="dp_shard_size=2, over which FSDP .* and deepspeed_plugin"):
         plan = make_train_plan(deepspeed_plugin=DeepSpeedPlugin())
@@ -119,7 +127,8 @@ def test_a_mesh_that_is_given_wins_over_a_switch_of_the_environment(monkeypatch,
     with pytest.warns(UserWarning, match=f"{ignored}: the mesh has {axis}"):
         plan = make_train_plan(parallelism_config=ParallelismConfig(**mesh))
 
-    assert (plan.engine, plan.reasons["engine"]) == ("mesh", (*reasons, "parallelism_config"))
+    engine = "tp" if mesh == {"tp_size": 2} and not reasons else "fsdp2"
+    assert (plan.engine, plan.reasons["engine"]) == (engine, (*reasons, "parallelism_config"))
     plugin = plan.plugins.get("fsdp_plugin")
     assert plugin is None or plugin.fsdp_version == 2
 
@@ -158,13 +167,40 @@ def test_a_switch_stands_next_to_a_mesh_that_its_engine_takes(monkeypatch):
     assert (plan.engine_settings.fsdp_version, plan.reasons["engine"][0]) == (2, "ACCELERATE_USE_FSDP")
 
 
-def test_sizes_and_precision_have_reasons_too(monkeypatch):
-    assert make_train_plan(parallelism_config=ParallelismConfig()).reasons["engine"] == (
-        "parallelism_config",
-    )
-    assert make_train_plan(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2)).reasons["engine"] == (
-        "torch_tp_plugin",
-    )
+@pytest.mark.parametrize(
+    ("sizes", "fsdp", "reasons"),
+    [
+        ({}, False, ()),
+        ({"dp_replicate_size": 2}, False, ()),
+        ({"tp_size": 2}, False, ("parallelism_config",)),
+        ({"dp_shard_size": 2}, False, ("parallelism_config",)),
+        ({"dp_shard_size": 2}, True, ("fsdp_plugin",)),
+    ],
+)
+def test_sizes_are_a_reason_for_the_engine_where_they_decide_it(sizes, fsdp, reasons):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+    plan = make_train_plan(parallelism_config=ParallelismConfig(**sizes), fsdp_plugin=plugin)
+    assert (plan.reasons["mesh"], plan.reasons["engine"]) == (("parallelism_config",), reasons)
+
+
+def test_the_processes_and_devices_are_reasons(monkeypatch):
+    assert make_train_plan().on(on(DistributedType.NO)).reasons["engine"] == ("the number of processes",)
+    plan = make_train_plan(fsdp_plugin=FullyShardedDataParallelPlugin())
+    assert plan.on(on(DistributedType.XLA)).reasons["engine"] == ("the devices",)
+    assert plan.on(on(DistributedType.NO)).reasons["engine"] == ("fsdp_plugin",)
+
+
+def test_what_decides_is_named(monkeypatch):
+    plan = make_train_plan(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), device_placement=False)
+    assert plan.reasons["engine"] == plan.reasons["mesh"] == ("torch_tp_plugin",)
+    assert plan.reasons["device_placement"] == ("device_placement",)
+    assert make_train_plan(dynamo_backend="inductor").reasons["dynamo"] == ("dynamo_backend",)
+    assert make_train_plan(dynamo_plugin=TorchDynamoPlugin()).reasons["dynamo"] == ("dynamo_plugin",)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    assert make_train_plan().reasons["dynamo"] == ("ACCELERATE_DYNAMO_BACKEND",)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert make_train_plan().reasons["mesh"] == ("ACCELERATE_USE_PARALLELISM_CONFIG",)
     assert make_train_plan(mixed_precision="bf16").reasons["mixed_precision"] == ("mixed_precision",)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert make_train_plan().reasons["mixed_precision"] == ("ACCELERATE_MIXED_PRECISION",)
@@ -255,6 +291,163 @@ def test_accumulation_from_the_launcher_comes_before_the_argument():
         assert make_train_plan(gradient_accumulation_plugin=of_three).accumulation.num_steps == 3
     assert make_train_plan(gradient_accumulation_steps=2).accumulation.num_steps == 2
     assert make_train_plan(gradient_accumulation_plugin=plugin).accumulation.num_steps == 1
+
+
+@pytest.mark.parametrize("plugin", [None, GradientAccumulationPlugin()])
+def test_no_steps_at_all_are_an_error(monkeypatch, plugin):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0")
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 0; it takes"):
+        make_train_plan(gradient_accumulation_plugin=plugin)
+
+
+def test_nothing_changes_a_plan():
+    accumulation = GradientAccumulationPlugin(num_steps=2)
+    plan: Any = make_train_plan(gradient_accumulation_plugin=accumulation).on(on(DistributedType.NO))
+    accumulation.num_steps = 5
+    assert plan.accumulation.num_steps == 2
+    for name in ("plugins", "reasons", "mesh"):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            getattr(plan, name)["engine"] = "other"
+    with pytest.raises(FrozenInstanceError):
+        plan.engine = "other"
+
+
+def test_a_plan_is_copied_and_pickled():
+    plan = make_train_plan(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert again == plan
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            again.reasons["engine"] = ()
+
+
+FSDP2 = partial(FullyShardedDataParallelPlugin, fsdp_version=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plugin", "world_size", "engine", "mesh"),
+    [
+        ({}, FSDP2, 3, "fsdp2", {"dp_shard": 3}),
+        ({"dp_shard_size": 2}, None, 2, "fsdp2", {"dp_shard": 2}),
+        ({"dp_replicate_size": 2}, FSDP2, 2, "fsdp2", {"dp_replicate": 2, "dp_shard": 1}),
+        ({"dp_replicate_size": 2}, None, 2, "ddp", {"dp_replicate": 2}),
+        (
+            {"dp_replicate_size": 2, "tp_size": 2},
+            None,
+            4,
+            "ddp x tp",
+            {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+        ),
+        (
+            {"dp_replicate_size": 2, "tp_size": 2},
+            FSDP2,
+            4,
+            "fsdp2 x tp",
+            {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+        ),
+        (
+            {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2},
+            None,
+            8,
+            "fsdp2 x cp x tp",
+            {"dp_shard": 2, "cp": 2, "tp": 2},
+        ),
+        ({"cp_size": 2}, None, 2, "fsdp2 x cp", {"cp": 2}),
+        ({"tp_size": 2}, None, 2, "tp", {"tp": 2}),
+        ({"tp_size": 2}, DeepSpeedPlugin, 4, "deepspeed", {"tp": 2}),
+    ],
+)
+def test_the_plan_has_all_axes_and_the_engines_name(sizes, plugin, world_size, engine, mesh):
+    process = replace(on(DistributedType.MULTI_CPU), world_size=world_size)
+    argument = "deepspeed_plugin" if plugin is DeepSpeedPlugin else "fsdp_plugin"
+    config = ParallelismConfig(**sizes) if sizes else None
+    plan = make_train_plan(parallelism_config=config, **{argument: None if plugin is None else plugin()})
+    plan = plan.on(process)
+    assert (plan.engine, [*plan.mesh.items()]) == (engine, [*mesh.items()])
+
+
+def test_weights_that_are_split_over_all_processes_leave_nothing_to_shard():
+    plan = make_train_plan(fsdp_plugin=FSDP2(), parallelism_config=ParallelismConfig(tp_size=2))
+    process = replace(on(DistributedType.MULTI_CPU), world_size=2)
+    with pytest.raises(ValueError, match="tp_size=2 on 2 processes leaves nothing to shard over"):
+        plan.on(process)
+    with pytest.raises(ValueError, match=r"tp\(2\) = 2, but 4 processes are running"):
+        plan.on(replace(process, world_size=4))
+
+
+def planned_and_real(**sizes: int) -> Any:
+    config = ParallelismConfig(**sizes) if sizes else None
+    plugin = None if "tp_size" in sizes else FSDP2()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+    mesh = accelerator.torch_device_mesh
+    axes = {name: mesh[name].size() for name in mesh.mesh_dim_names}
+    plan = accelerator.plan
+    return (plan.engine, dict(plan.mesh)), (accelerator.engine.name, axes)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"dp_shard_size": 2}])
+def test_the_engine_has_the_name_and_the_mesh_of_its_plan(world, sizes):
+    for planned, real in world.run(planned_and_real, **sizes, size=2):
+        assert planned == real
+
+
+MESH_SWITCH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+ENVIRONMENTS: list[dict[str, str]] = [
+    {},
+    *({switch: "true"} for switch in SWITCHES),
+    {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    MESH_SWITCH,
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "FSDP_VERSION": "2"},
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"},
+    {
+        **MESH_SWITCH,
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+    },
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"},
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_TP_SIZE": "2"},
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_MEGATRON_LM": "true"},
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_SP_SIZE": "2"},
+    {**MESH_SWITCH, "PARALLELISM_CONFIG_SP_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"},
+    {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "inductor"},
+    {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"},
+    {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"},
+    {"ACCELERATE_DYNAMO_BACKEND": "nonsense"},
+    {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"},
+    {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"},
+]
+
+
+@pytest.mark.usefixtures("fresh_state")
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_state_alone_decides_as_an_accelerator_does(monkeypatch, environment):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+
+    def decided(make: Callable[[], Any]) -> Any:
+        try:
+            plan = make()
+        except ValueError as error:
+            return str(error)
+        shown = (plan.engine, plan.distributed_type, plan.mixed_precision, plan.fp8_backend, plan.mesh)
+        return *shown, plan.accumulation, plan.dynamo, plan.parallelism, plan.reasons, [*plan.plugins]
+
+    process = PartialState().process
+    alone = decided(lambda: AcceleratorState().plan)
+    assert alone == decided(lambda: make_train_plan().on(process))
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_without_accel_the_version_of_fsdp_is_left_open(monkeypatch):
+    monkeypatch.setattr(train_plan, "_registered_plugin_class", None)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    plan = AcceleratorState().plan
+    assert (plan.engine, plan.distributed_type) == (None, DistributedType.FSDP)
 
 
 def test_dynamo_backend_by_name_by_plugin_and_not_both():

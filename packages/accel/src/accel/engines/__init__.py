@@ -55,7 +55,10 @@ ENGINES: dict[str, EngineEntry] = {
     "single": EngineEntry("accel.engines.single:SingleEngine", "pip install torch"),
     "ddp": EngineEntry("accel.engines.ddp.engine:DDPEngine", _TORCH),
     "fsdp1": EngineEntry("accel.engines.fsdp1.engine:FSDP1Engine", _TORCH),
-    "mesh": EngineEntry("accel.engines.mesh.engine:MeshEngine", _TORCH),
+    **dict.fromkeys(
+        ("fsdp2", "fsdp2 x tp", "fsdp2 x cp", "fsdp2 x cp x tp", "ddp x tp", "tp"),
+        EngineEntry("accel.engines.mesh.engine:MeshEngine", _TORCH),
+    ),
     "deepspeed": EngineEntry(
         "accel.engines.deepspeed.engine:DeepSpeedEngine", install_hint("deepspeed"), ("deepspeed",)
     ),

@@ -61,20 +61,22 @@ def start_engine(
             process=state.process,
             precision=Precision(precision, autocast),
             gradient_state=gradient_state,
+            name=plan.engine,
             # Made before the engine, whose context is frozen.
             scaler=kind.gradients_type.make_scaler(device, **options) if precision == "fp16" else None,
             mesh=state.device_mesh,
+            mesh_axes=plan.mesh,
             parallelism=plan.parallelism,
             settings=settings,
             ddp=ddp,
             dynamo=plan.dynamo,
-            fp8=_resolve_fp8(precision, fp8),
+            fp8=_make_fp8(plan, fp8),
         )
     )
     _logger.info(
         "engine %s, because of %s; %d process(es) on %s, mesh %s; precision %s, because of %s",
         engine.name,
-        " and ".join(plan.reasons["engine"]) or "the number of processes",
+        " and ".join(plan.reasons["engine"]),
         state.num_processes,
         device,
         _sizes(engine.loaders.mesh),
@@ -84,12 +86,12 @@ def start_engine(
     return engine
 
 
-def _resolve_fp8(precision: str, recipe: Any) -> Fp8 | None:
-    if precision != "fp8" and recipe is None:
+def _make_fp8(plan: TrainPlan, recipe: Any) -> Fp8 | None:
+    if plan.fp8_backend is None and recipe is None:
         return None
-    from accel.precision.fp8.choice import resolve_fp8  # most programs have no use for its recipes
+    from accel.precision.fp8.choice import make_fp8  # most programs have no use for its recipes
 
-    return resolve_fp8(precision, recipe)
+    return make_fp8(plan, recipe)
 
 
 def _sizes(mesh: DeviceMesh | None) -> str:

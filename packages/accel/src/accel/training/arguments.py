@@ -52,6 +52,10 @@ class Handlers:
         """The options of `torch.distributed.init_process_group`."""
         return {} if self.init is None else self.init.to_kwargs()
 
+    def for_plan(self) -> dict[str, Any]:
+        """Those that decide how to train."""
+        return {"fp8_recipe": self.fp8, "external_settings": self.engine}
+
     def for_engines(self) -> dict[str, Any]:
         """Those that every engine may read."""
         return {name: getattr(self, name) for name in ("autocast", "ddp", "scaler", "fp8")}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,11 @@ class EngineContext:
         process: Rank, sizes, device and backend of this process.
         precision: The compute precision and its autocast options.
         gradient_state: The accumulation window's state, which optimizers read.
+        name: The engine's name in the plan.
         scaler: The loss scaler of fp16 training, else None.
         mesh: The device mesh, if a ParallelismConfig requests one.
-        parallelism: The sizes of the mesh's axes.
+        mesh_axes: The sizes of the axes that the engine trains on, outermost first.
+        parallelism: The sizes of the mesh's axes as they were asked for.
         settings: What selected the engine: its plugin, or the settings of another package's engine; None
             where nothing did. For DeepSpeed, a function that returns the active plugin.
         ddp: Options for DistributedDataParallel.
@@ -42,8 +45,10 @@ class EngineContext:
     process: ProcessInfo
     precision: Precision
     gradient_state: GradientState
+    name: str
     scaler: GradScaler | None = None
     mesh: DeviceMesh | None = None
+    mesh_axes: Mapping[str, int] = field(default_factory=dict)
     parallelism: ParallelismConfig | None = None
     settings: Any = None
     ddp: DistributedDataParallelKwargs | None = None

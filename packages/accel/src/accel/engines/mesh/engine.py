@@ -140,10 +140,7 @@ class MeshEngine(ShardedEngine):
         # A previous Accelerator may have had process groups that are gone.
         forget_meshes()
         self._meshes = find_meshes(context)
-        # Replicas without requested shards are DDP to the user, whatever implements it.
-        data = "ddp" if self._meshes.has_one_shard and context.settings is None else "fsdp2"
-        axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
-        self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
+        self.name = context.name
         self._sequences = _context_parallel(context, self._meshes)
 
     @property

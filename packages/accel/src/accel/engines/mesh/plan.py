@@ -181,37 +181,22 @@ def _check_mesh(model: torch.nn.Module, tensor: DeviceMesh | None) -> None:
 
 
 def find_meshes(context: EngineContext) -> Meshes:
-    """The axes that models are sharded, replicated and split over.
-
-    Raises:
-        ValueError: If the axes cannot be combined; the message names the alternative.
-    """
-    mesh, config, process = context.mesh, context.parallelism, context.process
-    kind, size = process.device.type, process.world_size
-    if mesh is None or config is None:
-        return Meshes(init_device_mesh(kind, (size,), ("dp_shard",)))
-    tensor = mesh["tp"] if config.tp_enabled else None
-    if tensor is not None and config.tp_handler is not None and config.tp_handler.enable_async_tp:
+    """Build the axes that the plan decided: those that models are sharded, replicated and split over."""
+    axes, config, full = context.mesh_axes, context.parallelism, context.mesh
+    is_shared = full is not None and full.mesh_dim_names == tuple(axes)
+    if full is None or not is_shared:
+        full = init_device_mesh(context.process.device.type, tuple(axes.values()), tuple(axes))
+    tensor = full["tp"] if "tp" in axes else None
+    handler = None if tensor is None or config is None else config.tp_handler
+    if handler is not None and handler.enable_async_tp:
         warn(
             "TorchTensorParallelConfig(enable_async_tp=True) is ignored: only compiled code on accelerators "
             "can overlap these, which is not supported yet. Leave it out.",
         )
-    if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
-        # Replicas without shards, on one mesh with the tensor-parallel axis.
-        sizes = (mesh["dp_replicate"].size(), 1, tensor.size())
-        full = init_device_mesh(kind, sizes, ("dp_replicate", "dp_shard", "tp"))
-        return Meshes(full["dp_replicate", "dp_shard"], full["tp"])
-    if config.dp_shard_cp_dim_names:
-        sequences = mesh["cp"] if config.cp_enabled else None
-        return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
-    if tensor is None:  # replicas without shards
-        return Meshes(init_device_mesh(kind, (size, 1), ("dp_replicate", "dp_shard")))
-    if context.settings is not None:
-        raise ValueError(
-            f"fsdp_plugin with tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "
-            "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
-        )
-    return Meshes(None, tensor)
+    if is_shared and config is not None:
+        data = config.get_submesh(config.fsdp_dim_names) if config.dp_shard_cp_dim_names else None
+        return Meshes(data, tensor, full["cp"] if "cp" in axes else None)
+    return Meshes(full[tuple(axis for axis in axes if axis != "tp")], tensor)
 
 
 def sends_weights(plugin: FullyShardedDataParallelPlugin) -> bool:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel.precision.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accel_state import env
-from accel_state.devices.probes import is_cuda_available
-from accel_state.imports.available import (
-    is_torchao_available,
-    is_transformer_engine_available,
-)
+from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_state.imports.available import is_torchao_available
 from accel_state.imports.packages import install_hint
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     import torch
+
+    from accel_state.train_plan import TrainPlan
 
 _RECIPES: dict[str, type[Any]] = {"AO": AORecipeKwargs, "TE": TERecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
 
@@ -54,48 +51,28 @@ class Fp8:
             te.apply(model, self.recipe)
 
 
-def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
-    """Decide which library computes in fp8: a recipe's, ACCELERATE_FP8_BACKEND's, or one that is installed.
+def make_fp8(plan: TrainPlan, recipe: Any) -> Fp8 | None:
+    """Check the library that the plan names, and take its settings.
 
     Args:
-        mixed_precision: The Accelerator's precision.
-        recipe: The recipe among its handlers; None: none was given.
+        plan: The plan for this process.
+        recipe: The recipe among the Accelerator's handlers; None: none was given.
 
     Returns:
-        The choice; None in other precisions.
+        Both; None in other precisions.
 
     Raises:
         ImportError: If the library is not installed; the message names the command that installs it.
     """
-    if mixed_precision != "fp8":
+    if plan.fp8_backend is None:
         if recipe is not None:
             warn(
-                f"{type(recipe).__name__} is ignored: mixed_precision is {mixed_precision!r}. Set "
+                f"{type(recipe).__name__} is ignored: mixed_precision is {plan.mixed_precision!r}. Set "
                 "mixed_precision='fp8' to train in fp8.",
             )
         return None
-    # The script comes before the environment, and both before what is installed.
-    requested = env.get("ACCELERATE_FP8_BACKEND")
-    backend = _backend_of(recipe) or requested or _installed()
-    if requested is not None and requested != backend:
-        warn(
-            f"ACCELERATE_FP8_BACKEND={requested} is ignored: kwargs_handlers has {type(recipe).__name__}.",
-        )
-    _check_installed(backend)  # here, and not at the first model: a job fails before it has loaded data
-    return Fp8(backend, recipe if recipe is not None else _RECIPES[backend]())
-
-
-def _backend_of(recipe: Any) -> str | None:
-    # The old class has the settings of two libraries, and says which it means.
-    if isinstance(recipe, FP8RecipeKwargs):
-        return recipe.backend
-    return next((name for name, kind in _RECIPES.items() if isinstance(recipe, kind)), None)
-
-
-def _installed() -> str:
-    """Transformer Engine where it and its hardware are; else torchao."""
-    # Its kernels are for NVIDIA GPUs alone.
-    return "TE" if is_cuda_available() and is_transformer_engine_available() else "AO"
+    _check_installed(plan.fp8_backend)  # not at the first model: a job fails before it has loaded data
+    return Fp8(plan.fp8_backend, recipe if recipe is not None else _RECIPES[plan.fp8_backend]())
 
 
 def _check_installed(backend: str) -> None:

@@ -56,6 +56,11 @@ class AORecipeKwargs(KwargsHandler):
                     "the config alone."
                 )
 
+    @property
+    def library(self) -> str:
+        """The library that it is for."""
+        return "AO"
+
     def asks_for(self, name: str) -> bool:
         """Return whether a setting was made on purpose, and is on; a default is not."""
         return bool(getattr(self if self.config is None else self.config, name))
@@ -119,6 +124,11 @@ class TERecipeKwargs(KwargsHandler):
         _choice(self.amax_compute_algo, "amax_compute_algo", "AMAX_COMPUTE_ALGO")
         self.override_linear_precision = _overrides(self.override_linear_precision)
 
+    @property
+    def library(self) -> str:
+        """The library that it is for."""
+        return "TE"
+
 
 @dataclasses.dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
@@ -137,6 +147,11 @@ class MSAMPRecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         read_environment(self)
         _choice(self.opt_level, "opt_level", "OPT_LEVEL")
+
+    @property
+    def library(self) -> str:
+        """The library that it is for."""
+        return "MSAMP"
 
 
 @dataclasses.dataclass
@@ -176,6 +191,11 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
                 "pass AORecipeKwargs."
             )
         self.backend = chosen or "TE"  # type: ignore[assignment]
+
+    @property
+    def library(self) -> str:
+        """The library that it is for."""
+        return str(self.backend)
 
 
 def _choice(value: Any, field: str, variable: str) -> Any:
