@@ -425,3 +425,72 @@ def test_xla_names_what_to_install() -> None:
 def test_an_unknown_way_of_training_is_rejected() -> None:
     with pytest.raises(ValueError, match="MULTI_TOASTER"):
         get_grad_scaler("MULTI_TOASTER")
+
+
+class Unhooked:
+    """An optimizer that is none of torch's: without its hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+class LooksAtItself(torch.optim.SGD):
+    """Keeps the names of what is set on it during its steps."""
+
+    seen: set[str]
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = set(vars(self))
+        return super().step(closure)
+
+
+def test_a_step_replaces_nothing_of_the_optimizer() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    inner = LooksAtItself([parameter], lr=0.1)
+    scaler = make_scaler()
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    hooks = dict(inner._optimizer_step_pre_hooks)
+    for loss in losses(parameter, {1}, 3):
+        scaler.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert "step" not in inner.seen
+    assert inner._optimizer_step_pre_hooks == hooks
+
+
+@pytest.mark.parametrize("bad", [set(), {1, 2}])
+def test_skipping_is_seen_without_torchs_hooks(bad: set[int]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    scaler = make_scaler()
+    optimizer = AcceleratedOptimizer(Unhooked(torch.optim.SGD([parameter], lr=0.1)), scaler=scaler)  # type: ignore[arg-type]
+    skipped = []
+    for loss in losses(parameter, bad, 4):
+        scaler.scale(loss).backward()
+        before = parameter.detach().clone()
+        optimizer.step()
+        skipped.append((optimizer.step_was_skipped, torch.equal(before, parameter)))
+        optimizer.zero_grad()
+
+    assert skipped == [(index in bad, index in bad) for index in range(4)]
+
+
+def test_another_scaler_is_followed_and_registered_once() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    first, second = make_scaler(), make_scaler(init_scale=8.0)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter], lr=0.1), scaler=first)
+    for scaler in (second, first):
+        optimizer.set_scaler(scaler)
+    second.scale(parameter.sum()).backward()
+    optimizer.set_scaler(second)
+    optimizer.step()
+
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), 0.9))
+    assert len(scaling._OPTIMIZERS_OF[first]) == len(scaling._OPTIMIZERS_OF[second]) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,12 +39,9 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
 def patch_optimizer_step(
     accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap an optimizer's `step` so that its wrapper learns whether a scaler really called it.
+    """Wrap an optimizer's `step` so that its wrapper learns that a scaler really called it.
 
-    A scaler calls `step` only when the gradients are finite, and has waited for the device to know that.
-    Intercepting the call shows the same without another wait. Fused optimizers are always called, and skip
-    the update themselves according to the `found_inf` tensor that the scaler passes to them; it is kept,
-    unread.
+    `AcceleratedOptimizer` replaces no method: it learns this from torch's hooks (`register_step_pre_hook`).
 
     Args:
         accelerated_optimizer: The wrapper.
@@ -56,8 +55,7 @@ def patch_optimizer_step(
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
         if (wrapper := reference()) is not None:
-            wrapper._step_called = True
-            wrapper._found_inf = getattr(wrapper.optimizer, "found_inf", None)
+            wrapper._record_step()
         return method(*args, **kwargs)
 
     return step
@@ -112,14 +110,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._place_state()
 
     def _start(self, scaler: GradScaler | None) -> None:
-        # A disabled scaler passes everything through; None does the same at lower cost.
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._step_called = False
         self._step_was_skipped = False
         self._found_inf: torch.Tensor | None = None
-        self._patched_step: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._steps_inside_window = 0
         self._steps_in_backward = steps_in_backward(self.optimizer)
+        self.set_scaler(scaler)
+
+    def set_scaler(self, scaler: GradScaler | None) -> None:
+        """Step through a gradient scaler from here on.
+
+        Args:
+            scaler: The scaler that the next losses are multiplied by; None for none.
+        """
+        # A disabled scaler passes everything through; None does the same at lower cost.
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self.scaler is not None:
             scaling.register(self.scaler, self)
 
@@ -257,8 +262,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last real step was skipped: fp16 gradients were not finite, or `skip_step` was called.
 
-        Exact, and free except for fused optimizers: those decide on the device, so reading this synchronizes
-        with it (once per step, as the scaler does for every other optimizer).
+        Exact, and free except for fused optimizers, which decide on the device, and for those without torch's
+        step hooks: reading this synchronizes then (once per step, as the scaler does for every other one).
         """
         if self._found_inf is not None:
             self._step_was_skipped = bool(self._found_inf.item())
@@ -328,22 +333,30 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not scaling.has_gradients(scaler, inner):
             return inner.step()
         scaling.begin_step(scaler, inner)
-        replaced = inner.__dict__.get("step")  # a scheduler sets its wrapper there
-        method = inner.step
-        if self._patched_step is None or self._patched_step[0] != method:
-            self._patched_step = (method, patch_optimizer_step(self, method))
-        # Only for this call: a scheduler created later must find the optimizer's method.
-        inner.step = self._patched_step[1]  # type: ignore[method-assign]
-        try:
+        with self._step_recorded():
             result = scaler.step(inner)
-        finally:
-            if replaced is None:
-                del inner.__dict__["step"]
-            else:
-                inner.step = replaced  # type: ignore[method-assign]
-        self._step_was_skipped = not self._step_called
+        if not self._step_called:
+            # Skipped, or a step without torch's hooks: what the scaler has found says which.
+            self._found_inf = scaling.overflow_flag(scaler, inner)
         scaling.end_step(scaler, inner)
         return result
+
+    def _step_recorded(self) -> AbstractContextManager[Any]:
+        """A context in which a step of the wrapped optimizer is recorded."""
+        try:
+            return self.optimizer.register_step_pre_hook(self._record_step)
+        except AttributeError:  # not torch's, or its own __init__ leaves torch's out
+            return contextlib.nullcontext()
+
+    def _record_step(self, *_: Any) -> None:
+        """Record that a scaler calls `step`, which it does for finite gradients only.
+
+        It has waited for the device to know that, so that this waits no more. Fused optimizers are always
+        called, and skip the update themselves according to the `found_inf` tensor that the scaler passes to
+        them; it is kept, unread.
+        """
+        self._step_called = True
+        self._found_inf = getattr(self.optimizer, "found_inf", None)
 
     def _place_state(self) -> None:
         for group in self.optimizer.param_groups:

@@ -118,13 +118,15 @@ def _optimizers_of(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]
 
 
 def register(scaler: GradScaler, optimizer: _Wrapper) -> None:
-    """Register an optimizer that steps through a scaler, with a weak reference.
+    """Register an optimizer that steps through a scaler, with a weak reference; idempotent.
 
     Args:
         scaler: The scaler.
         optimizer: The wrapper; its own `optimizer` is what the scaler sees.
     """
-    _OPTIMIZERS_OF.setdefault(scaler, []).append(ref(optimizer))
+    registered = _OPTIMIZERS_OF.setdefault(scaler, [])
+    if not any(reference() is optimizer for reference in registered):
+        registered.append(ref(optimizer))
 
 
 def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -169,6 +171,17 @@ def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     ]
     if len(waiting) < 2 or not any(true_on_any_rank(scaler, waiting)):
         scaler.update()
+
+
+def overflow_flag(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return whether gradients of the current step were not finite, on the device: above 0 if so.
+
+    Args:
+        scaler: The scaler, enabled.
+        optimizer: The torch optimizer that the scaler has just stepped, or not.
+    """
+    flags = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
 
 
 def skip_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
