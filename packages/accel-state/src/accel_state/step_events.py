@@ -76,7 +76,7 @@ class Observer:
         """
 
     def before_backward(self, loss: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """`accelerator.backward` is about to run a backward pass.
+        """`accelerator.backward` (or `lomo_backward`) is about to run a backward pass.
 
         Args:
             loss: The loss, scaled for its window (see `gradient`) and not for fp16.
@@ -85,12 +85,13 @@ class Observer:
         """
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """A backward pass of `accelerator.backward` ended."""
+        """A backward pass of `accelerator.backward` (or `lomo_backward`) ended."""
 
     def gradients_ready(self) -> None:
         """The gradients of a window are complete: reduced, and neither unscaled, clipped nor stepped with.
 
-        Published once per window, before the first call that unscales or clips them or steps.
+        Published once per window, before the first call that unscales or clips them or steps. Those of an
+        optimizer that steps in the backward pass (LOMO) are gone by then.
         """
 
     def gradients_clipped(self, norm: torch.Tensor | None) -> None:
@@ -101,7 +102,7 @@ class Observer:
         """
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        """A prepared optimizer is about to step, and no parameter has changed.
+        """A prepared optimizer is about to step, and no parameter has changed (unless by LOMO, in backward).
 
         Where the optimizer gets a closure, this comes after its first call in the step.
 

@@ -225,3 +225,34 @@ def test_a_step_without_observers_makes_no_call_for_them():
         calls.append(counts)
     assert calls[0] == {}
     assert calls[1]["begin_step"] == 2
+
+
+class InBackward(torch.optim.SGD):
+    """Steps in backward, as LOMO does."""
+
+    def fused_backward(self, loss, lr):
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= lr * parameter.grad
+                parameter.grad = None
+
+    def step(self, closure=None):
+        raise AssertionError("has stepped in backward")
+
+
+@pytest.mark.parametrize("call", ["backward", "backward with a rate", "lomo_backward"])
+def test_passes_of_an_optimizer_that_steps_in_backward_are_published(call):
+    observer = Events()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[observer])
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, InBackward(model.parameters(), lr=1.0))
+    loss = model(torch.ones(1, 1)).sum()
+    if call == "lomo_backward":
+        accelerator.lomo_backward(loss, 1.0)
+    else:
+        accelerator.backward(loss, **({"learning_rate": 1.0} if call == "backward with a rate" else {}))
+    optimizer.step()
+    assert observer.seen[:2] == ["before_backward 0 None", "after_backward"]
+    assert model.weight.item() == -1.0

@@ -88,7 +88,14 @@ def backward(run: Run, loss: torch.Tensor, weight: float | torch.Tensor | None, 
 
 def lomo_backward(run: Run, loss: torch.Tensor, learning_rate: float) -> None:
     """See `Accelerator.lomo_backward`."""
-    lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
+
+    def backward_and_step(loss: torch.Tensor) -> None:
+        lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
+
+    if (events := run.gradient_state.events) is None:
+        backward_and_step(loss)
+    else:
+        events.run_backward(backward_and_step, loss, {})
 
 
 def clip_grad_norm(
@@ -161,7 +168,7 @@ def _backward_that_steps(
         )
     if learning_rate is None:
         learning_rate = run.lomo.param_groups[0]["lr"]  # LOMO steps all groups with one rate
-    lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
+    lomo_backward(run, loss, learning_rate)
 
 
 def unscale_gradients(run: Run, optimizer: Any) -> None:

@@ -146,7 +146,9 @@ class InBackward(torch.optim.SGD):
 def test_an_optimizer_that_steps_in_backward_is_said_not_to_be_looked_at():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[GuardKwargs()])
     with pytest.warns(UserWarning, match="does not look at the steps of InBackward, which steps in backward"):
-        accelerator.prepare(InBackward(Net().parameters(), 0.1))
+        optimizer = accelerator.prepare(InBackward(Net().parameters(), 0.1))
+    accelerator.backward(optimizer.param_groups[0]["params"][0].sum() * math.nan)
+    optimizer.step()  # a warning would be an error here
 
 
 def test_only_losses_are_looked_at_on_request():

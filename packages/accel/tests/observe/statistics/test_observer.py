@@ -137,6 +137,27 @@ def test_a_slow_process_is_named_with_the_part(world, tmp_path, part, capfd):
     assert values["statistics/step_ms"] >= values["statistics/own_ms/slowest"]
 
 
+class InBackward(torch.optim.SGD):
+    """Steps in backward, as LOMO does."""
+
+    def fused_backward(self, loss, lr):
+        loss.backward()
+
+
+def test_samples_and_time_of_an_optimizer_that_steps_in_backward_count(tmp_path):
+    accelerator = accelerator_with(tmp_path)
+    model = Model()
+    loader = DataLoader(Numbers(8), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, InBackward(model.parameters(), 0.001), loader)
+    for batch in loader:
+        accelerator.backward(Slow.apply(model(batch), 0.01).square().mean())
+        optimizer.step()
+    accelerator.end_training()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (4, 8)
+    assert summary["ranks"][0]["seconds"]["backward"] >= 0.04
+
+
 def held_up_once(folder):
     """12 steps, in one of which process 1 is held up."""
     accelerator = accelerator_with(folder, every=4, slow=5.0)

@@ -131,6 +131,8 @@ class Guard(Observer):
 
     def before_step(self, optimizer: Any) -> bool:
         """Check a step: warn if something is wrong, or raise; returns whether to skip it."""
+        if steps_in_backward(optimizer):  # it has stepped
+            return False
         # A second step without a backward pass has nothing new to check.
         if id(optimizer) in self._checked:
             return False
