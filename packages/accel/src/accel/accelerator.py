@@ -216,12 +216,15 @@ class Accelerator:
 
     @property
     def gradient_state(self) -> GradientState:
-        """The state of the accumulation window, which optimizers, schedulers and loaders read."""
+        """The state of the accumulation window, which optimizers, schedulers and loaders read.
+
+        Another one that is set here, between two windows, is followed by all of them.
+        """
         return self.run.gradient_state
 
     @gradient_state.setter
     def gradient_state(self, gradient_state: GradientState) -> None:
-        self.run.gradient_state = gradient_state
+        gradients.set_gradient_state(self.run, gradient_state)
 
     @property
     def window(self) -> Window:
@@ -243,12 +246,15 @@ class Accelerator:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16 training, else None."""
+        """The loss scaler of fp16 training, else None.
+
+        Another one that is set here, between two windows, scales the losses and steps prepared optimizers.
+        """
         return self.run.scaler
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.run.scaler = scaler
+        gradients.set_scaler(self.run, scaler)
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -12,8 +12,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel.engines.base import Loaders
+from accel.engines.common.loader import EngineLoader
 from accel.training.prepared_objects import PreparedObjects
 from accel_optim.optimizer import AcceleratedOptimizer
+from accel_state.gradient import GradientState
+from accel_state.handlers import GradientAccumulationPlugin
+from accel_state.step_events import Observer
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -113,12 +118,113 @@ def test_what_a_program_takes_out_of_the_lists_is_not_found_and_not_kept():
     assert [reference() for reference in references] == [None, None]
 
 
+class Wrapping(Loaders):
+    def wrap_loader(self, loader):
+        return loader if isinstance(loader, EngineLoader) else Wrapped(loader)
+
+
+class Wrapped(EngineLoader):
+    def __iter__(self):
+        yield from self.loader
+
+
+def test_a_loader_that_an_engine_wraps_is_its_wrapper(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.engine.loaders_type = Wrapping
+    model, _, data, _ = objects()
+    model, loader = accelerator.prepare(model, data)
+    assert isinstance(loader, Wrapped)
+    find = accelerator.run.prepared.find
+    assert [find(item) is loader for item in (data, loader, loader.loader)] == [True] * 3
+    again = [accelerator.prepare(item) for item in (data, loader, loader.loader)]
+    again += [accelerator.prepare(model, item)[1] for item in (data, loader, loader.loader)]
+    assert all(item is loader for item in again)
+    accelerator.rng_types = []  # which a loader is prepared anew for
+    assert accelerator.prepare(loader) is accelerator.prepare(loader.loader) is loader
+    assert accelerator._dataloaders == [loader]
+    next(iter(loader))
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.load_state(str(tmp_path / "state"))
+
+
+def test_a_prepared_loader_that_is_wrapped_later_is_its_wrapper():
+    accelerator = Accelerator(cpu=True)
+    accelerator.engine.loaders_type = Wrapping
+    model, _, data, _ = objects()
+    inner = accelerator.prepare(data)
+    _, loader = accelerator.prepare(model, inner)
+    assert loader.loader is inner
+    assert [accelerator.run.prepared.find(item) is loader for item in (data, inner, loader)] == [True] * 3
+    other = Accelerator(cpu=True)
+    anew = other.prepare(loader)
+    assert isinstance(anew, Wrapped)
+    assert other._dataloaders == [anew]
+    assert other.run.prepared.find(loader) is other.run.prepared.find(anew) is anew
+
+
+def test_of_a_loader_that_was_prepared_twice_the_newest_is_found():
+    accelerator = Accelerator(cpu=True)
+    data = DataLoader(torch.ones(4, 2), batch_size=2)
+    accelerator.prepare(data)
+    accelerator.dataloader_config.split_batches = True
+    second = accelerator.prepare(data)
+    assert accelerator.run.prepared.find(data) is second
+
+
+def test_another_scaler_scales_losses_and_steps_what_is_prepared():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.nn.init.zeros_(model.weight)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    assert model.weight.grad.tolist() == [[8.0, 8.0]]
+    optimizer.step()
+    assert model.weight.tolist() == [[-1.0, -1.0]]
+    accelerator.scaler = None
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+class Counting(Observer):
+    """Counts the steps that it sees."""
+
+    steps = 0
+
+    def after_step(self, optimizer):
+        self.steps += 1
+
+
+def test_another_gradient_state_is_followed_by_all_that_is_prepared():
+    observer = Counting()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[observer])
+    model, optimizer, loader, scheduler = accelerator.prepare(*objects())
+    other = GradientState.new(GradientAccumulationPlugin(num_steps=2))
+    accelerator.gradient_state = other
+    synced = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            synced.append(
+                (other.sync_gradients, accelerator.sync_gradients, other.active_dataloader is loader)
+            )
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert synced == [(False, False, True), (True, True, True)]
+    assert (observer.steps, scheduler.scheduler.last_epoch) == (1, 1)
+    accelerator.end_training()
+    assert other.events is None
+
+
 @pytest.mark.parametrize(
     "name", ["state", "gradient_state", "window", "engine", "scaler", "trackers", "log_with"]
 )
 def test_the_parts_of_an_accelerator_can_be_replaced(name):
     accelerator = Accelerator(cpu=True)
-    other = object()
+    other = GradientState.new() if name == "gradient_state" else object()
     before = getattr(accelerator, name)
     setattr(accelerator, name, other)
     assert getattr(accelerator, name) is other

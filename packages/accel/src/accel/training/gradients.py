@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.engines.common.loader import unwrap_loader
 from accel.training.prepare import find_prepared_optimizer, has_any_parameter
 from accel_optim import lomo, precision
+from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scaler import true_on_any_rank
+from accel_state.step_events import subscribe, unsubscribe
 from accel_state.train_plan import check_accumulation_steps
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from accel_optim.handlers import AutocastKwargs
     from accel_optim.weight import Weight
     from accel_optim.window import Window
+    from accel_state.gradient import GradientState
 
 
 def drop_gradients(run: Run) -> None:
@@ -53,6 +57,29 @@ def set_accumulation_steps(run: Run, steps: int) -> None:
     """Set the number of micro-batches per optimizer step."""
     # In place: all handles on the state share the dictionary.
     run.gradient_state.plugin_kwargs.update({"num_steps": check_accumulation_steps(steps)})
+
+
+def set_scaler(run: Run, scaler: torch.amp.GradScaler | None) -> None:
+    """Scale losses by another scaler from here on, and step all prepared optimizers through it."""
+    run.scaler = scaler
+    run.engine.context = replace(run.engine.context, scaler=scaler)
+    for item in run.prepared.optimizers:
+        if isinstance(item, AcceleratedOptimizer):
+            item.set_scaler(scaler)
+
+
+def set_gradient_state(run: Run, state: GradientState) -> None:
+    """Let the window, the engine, all that is prepared and the observers follow another gradient state."""
+    before, run.gradient_state = run.gradient_state, state
+    run.window.gradient_state = state
+    run.engine.context = replace(run.engine.context, gradient_state=state)
+    loaders = (unwrap_loader(item) for item in run.prepared.loaders)
+    for item in (*run.prepared.optimizers, *run.prepared.schedulers, *loaders):
+        item.gradient_state = state
+    run.misuse.follow(state)
+    for observer in before.events.observers if before.events is not None else ():
+        unsubscribe(before, observer)
+        subscribe(state, observer)
 
 
 def backward(run: Run, loss: torch.Tensor, weight: float | torch.Tensor | None, **kwargs: Any) -> None:

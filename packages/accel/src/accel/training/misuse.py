@@ -72,6 +72,10 @@ class MisuseChecker(Observer):
             if not self._batches.count:
                 subscribe(run.gradient_state, self._batches)
 
+    def follow(self, state: GradientState) -> None:
+        """Check the steps of another gradient state, which publishes its events to this from here on."""
+        self._state = state
+
     def restart(self, run: Run) -> None:
         """Check the next steps too: a model or optimizer was prepared."""
         # A new model or optimizer may be misused in ways that those before it were not.

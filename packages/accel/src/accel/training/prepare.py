@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel.engines.base.context import PrepareRequest
 from accel.engines.common.checks import mapped_devices
-from accel.engines.common.loader import EngineLoader
+from accel.engines.common.loader import EngineLoader, unwrap_loader
 from accel.engines.common.placeholders import PlaceholderOptimizer, PlaceholderScheduler
 from accel.training.prepared_objects import unwrap_optimizer
 from accel.training.uneven import warn_of_missing, warn_of_uneven
@@ -88,7 +88,7 @@ def prepare(
             result[index] = prepare_loader(run, objects[index], placement[index])
             # Sequence parallelism splits the batches of loaders that come with the model, as documented.
             if "model" in kinds:
-                result[index] = run.engine.loaders.wrap_loader(result[index])
+                result[index] = _wrap_loader(run, result[index])
         elif kind == "extra":
             result[index] = run.engine.loaders.prepare_extra(objects[index], accelerator)
     return result
@@ -202,7 +202,7 @@ def split_sequences(run: Run, loader: _Loader, model: torch.nn.Module) -> _Loade
     config = run.state.parallelism_config
     if config is None or not config.sp_enabled:
         raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
-    return run.engine.loaders.wrap_loader(loader)  # type: ignore[no-any-return]
+    return _wrap_loader(run, loader)  # type: ignore[no-any-return]
 
 
 def _describe_other_objects(run: Run, other_objects: Sequence[Any]) -> dict[str, Any]:
@@ -275,7 +275,11 @@ def prepare_loader(
     _check_settings(run)
     if isinstance(loader, EngineLoader):
         inner = prepare_loader(run, loader.loader, place, slice_fn_for_dispatch)
-        return loader if inner is loader.loader else loader.with_loader(inner)
+        if isinstance(inner, EngineLoader):  # prepared already
+            return inner
+        wrapped = loader if inner is loader.loader else loader.with_loader(inner)
+        run.prepared.replace("loaders", inner, wrapped)
+        return wrapped
     config = run.dataloader_config
     place = run.device_placement if place is None else place
     settings = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
@@ -314,13 +318,21 @@ def prepare_loader(
     if run.process.world_size > 1:
         joining = run.engine.loaders.join_state
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
-    is_new = not any(item is prepared for item in run.prepared.loaders)
-    run.prepared.record("loaders", loader, _mark_prepared(prepared), settings)
-    if is_new:
-        run.misuse.start(run)
-        for observer in run.observers:
-            observer.loader_prepared(prepared)
+    present = next((item for item in run.prepared.loaders if unwrap_loader(item) is prepared), None)
+    run.prepared.record("loaders", loader, _mark_prepared(prepared if present is None else present), settings)
+    if present is not None:
+        return present
+    run.misuse.start(run)
+    for observer in run.observers:
+        observer.loader_prepared(prepared)
     return prepared
+
+
+def _wrap_loader(run: Run, loader: Any) -> Any:
+    """Wrap a loader whose batches the engine changes on their way to a prepared model."""
+    wrapped = run.engine.loaders.wrap_loader(loader)
+    run.prepared.replace("loaders", loader, wrapped)
+    return wrapped
 
 
 def _enlarge_batches(factor: int, loader: Any) -> Any:
@@ -389,9 +401,9 @@ def has_any_parameter(optimizer: torch.optim.Optimizer, wanted: Collection[int])
 def _wrap_newly_trained(run: Run, objects: Sequence[Any]) -> None:
     """Wrap models that were prepared for evaluation, or while they were frozen, and are to train now."""
     prepared = [run.prepared.find(item) for item in objects if isinstance(item, torch.nn.Module)]
-    for index, model in enumerate(run.prepared.models):
+    for model in list(run.prepared.models):
         if any(item is model for item in prepared):
-            run.prepared.replace("models", index, _mark_prepared(run.engine.wrap_model(model)))
+            run.prepared.replace("models", model, _mark_prepared(run.engine.wrap_model(model)))
 
 
 def _check_settings(run: Run) -> None:

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 
+from accel.engines.common.loader import unwrap_loader
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 
@@ -59,7 +60,7 @@ class PreparedObjects:
             # Prepared again with other settings, it is another loader.
             if settings is not None and record.settings != settings:
                 continue
-            if prepared is original or (original is not None and record.original() is original):
+            if inner is not None and (inner is _unwrap(prepared) or inner is record.original()):
                 return prepared
         return None
 
@@ -79,16 +80,18 @@ class PreparedObjects:
         self._records = [item for item in self._records if item.prepared() is not None]
         self._records.append(_Record(_reference(original), _reference(prepared), settings))
 
-    def replace(self, kind: str, index: int, prepared: Any) -> None:
-        """Record that a prepared object was wrapped once more.
+    def replace(self, kind: str, before: Any, prepared: Any) -> None:
+        """Record that a prepared object was wrapped once more; a no-op if it is not in its list.
 
         Args:
             kind: Its list.
-            index: Its place there.
+            before: What it was.
             prepared: What it is now.
         """
         registered: list[Any] = getattr(self, kind)
-        before, registered[index] = registered[index], prepared
+        if before is prepared or not any(item is before for item in registered):
+            return
+        registered[:] = [prepared if item is before else item for item in registered]
         self._records = [
             replace(item, prepared=_reference(prepared)) if item.prepared() is before else item
             for item in self._records
@@ -108,13 +111,13 @@ class PreparedObjects:
         return next((item for item in self.models if item is model or _plain(item) is plain), None)
 
     def _registered(self) -> Iterator[tuple[_Record, Any]]:
-        """The records of what is still in the lists, which programs may empty, and what it is."""
+        """The records of what is still in the lists, which programs may empty, newest first."""
         registered = {
             id(item)
             for each in (self.models, self.optimizers, self.schedulers, self.loaders)
             for item in each
         }
-        for record in self._records:
+        for record in reversed(self._records):
             prepared = record.prepared()
             if id(prepared) in registered:
                 yield record, prepared
@@ -130,7 +133,9 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def _unwrap(item: Any) -> Any:
-    return item.scheduler if isinstance(item, AcceleratedScheduler) else unwrap_optimizer(item)
+    if isinstance(item, AcceleratedScheduler):
+        return item.scheduler
+    return unwrap_loader(unwrap_optimizer(item))
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

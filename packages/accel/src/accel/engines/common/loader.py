@@ -46,3 +46,8 @@ class EngineLoader:
         if name == "loader":  # while a copy is made
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def unwrap_loader(loader: Any) -> Any:
+    """Return the prepared loader inside of one that an engine has wrapped, or the object itself."""
+    return loader.loader if isinstance(loader, EngineLoader) else loader

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel.engines.common.loader import unwrap_loader
 from accel.observe.guard.batch import encode
 from accel_ckpt.training_state.rng import get_rng_state
 from accel_data.loader.base import DataLoaderAdapter
@@ -177,8 +178,9 @@ class _Iteration:
 
 def loader_number(run: Run, loader: Any) -> int | None:
     """The number of a prepared loader, or of the one that it is a copy of without the first batches."""
-    numbers = [number for number, item in enumerate(run.prepared.loaders) if item is loader]
-    numbers += [number for number, item in enumerate(run.prepared.loaders) if item.dataset is loader.dataset]
+    loaders = [unwrap_loader(item) for item in run.prepared.loaders]
+    numbers = [number for number, item in enumerate(loaders) if item is loader]
+    numbers += [number for number, item in enumerate(loaders) if item.dataset is loader.dataset]
     return numbers[0] if numbers else None
 
 
