@@ -11,9 +11,8 @@ class UnusedBatches:
 
     def __init__(self) -> None:
         self._passes = 0
-        self._unused: dict[
-            int, tuple[int, deque[Any]]
-        ] = {}  # by loader: passes at its start, and its batches
+        # By the id of each loader: the passes at its start, and its batches.
+        self._unused: dict[int, tuple[int, deque[Any]]] = {}
 
     def start(self, loader: Any) -> None:
         """Iteration over a loader begins: what its last one left unused was not trained on."""

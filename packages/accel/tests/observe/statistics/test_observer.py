@@ -494,7 +494,7 @@ def one_stays_away(folder):
         from accel.observe.statistics import observer
 
         observer.ANSWER_S = 0.2
-        accelerator.run.observers[0].stop()
+        accelerator.run.observers.pop(0).stop()
     dist.barrier()
     accelerator.end_training()
 
@@ -613,7 +613,7 @@ CALLS = {
     "before_batch": 1,
     "after_batch": 1,
     "add": 1,  # its samples
-    "_note": 2,  # the model's hooks
+    "note_hook": 2,  # the model's hooks
     "before_backward": 1,
     "use": 1,
     "after_backward": 1,

@@ -10,10 +10,14 @@ def times(**seconds):
     return {**dict.fromkeys(SECTIONS, 0.0), **seconds}
 
 
+def reports(rows, steps=10):
+    return [{"seconds": row, "steps": steps} for row in rows]
+
+
 def found(rows, slow=1.2, hides_waits=False, steps=10):
     return [
         (item.rank, item.section, round(item.ratio, 2))
-        for item in find_stragglers(rows, [steps] * len(rows), slow, hides_waits)
+        for item in find_stragglers(reports(rows, steps), slow, hides_waits)
     ]
 
 
@@ -54,7 +58,7 @@ def test_one_process_and_no_steps_are_nothing_to_compare():
 
 
 def test_the_sentence_has_the_numbers():
-    slow = find_stragglers([times(data=0.1), times(data=0.4), times(data=0.1)], [10] * 3, 1.2, False)[0]
+    slow = find_stragglers(reports([times(data=0.1), times(data=0.4), times(data=0.1)]), 1.2, False)[0]
     assert slow.describe(11, 20) == (
         "Process 1 is slow: in steps 11 to 20 it needs 40.0 ms per step without its waits, 4.0 times the "
         "median (10.0 ms). Most of it is data: 40.0 ms there, and 10.0 ms on the median process."

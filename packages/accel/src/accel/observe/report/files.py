@@ -16,17 +16,18 @@ class RunFiles:
 
     Args:
         folder: Where files go; None for none.
+        distinct_fraction: The fraction of the samples of all ranks that are distinct: ranks of one
+            tensor-parallel group read the same.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None, distinct_fraction: float) -> None:
+        self.folder, self._distinct_fraction = folder, distinct_fraction
         self._started = time.time()  # in seconds since the epoch
 
     def add_gather(
         self,
         ranks: Sequence[Mapping[str, Any]],
         last_step: int,
-        distinct_fraction: float,
         without_waits: Collection[str],
         slow: Sequence[dict[str, Any]],
     ) -> None:
@@ -35,7 +36,6 @@ class RunFiles:
         Args:
             ranks: By rank the steps, samples and seconds of each part since the last gather.
             last_step: The step of the gather.
-            distinct_fraction: The fraction of the samples of all ranks that are distinct.
             without_waits: The parts that a rank works on by itself.
             slow: The slow processes, with "rank", "part" and "ratio".
         """
@@ -46,7 +46,7 @@ class RunFiles:
             1e3 * sum(rank["seconds"][section] for section in without_waits) / steps for rank in ranks
         )
         numbers = {
-            "samples_per_second": distinct_fraction * sum(rank["samples"] for rank in ranks) / longest,
+            "samples_per_second": self._samples(ranks) / longest,
             "step_ms": 1e3 * longest / steps,
             "own_ms/fastest": busy_ms[0],
             "own_ms/median": busy_ms[len(busy_ms) // 2],
@@ -56,21 +56,17 @@ class RunFiles:
         line = {"time": round(time.time(), 3), "step": last_step, "values": values, "slow": slow}
         self._write("statistics.jsonl", json.dumps(line) + "\n", mode="a")
 
-    def make_summary(
-        self, ranks: Sequence[Mapping[str, Any]], processes: int, distinct_fraction: float, every: int
-    ) -> dict[str, Any]:
+    def make_summary(self, ranks: Sequence[Mapping[str, Any]], processes: int, every: int) -> dict[str, Any]:
         """Return the summary of a run, as `summary.json` has it.
 
         Args:
             ranks: The reports of the ranks: "steps", "samples", "seconds" by part, and what
                 `accel.observe.rank_reports.describe_rank` says.
             processes: Number of processes of the run.
-            distinct_fraction: The fraction of the samples of all ranks that are distinct.
             every: Steps between two gathers.
         """
         longest = max(sum(rank["seconds"].values()) for rank in ranks)
-        # Ranks of one tensor-parallel group read the same samples.
-        samples = round(distinct_fraction * sum(rank["samples"] for rank in ranks))
+        samples = round(self._samples(ranks))
         rounded = [{name: round(value, 6) for name, value in rank["seconds"].items()} for rank in ranks]
         return {
             "version": 1,
@@ -90,6 +86,10 @@ class RunFiles:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         self._write("summary.json", json.dumps(summary, indent=1) + "\n", mode="w")
+
+    def _samples(self, ranks: Sequence[Mapping[str, Any]]) -> float:
+        samples: int = sum(rank["samples"] for rank in ranks)
+        return self._distinct_fraction * samples
 
     def _write(self, name: str, text: str, mode: str) -> None:
         if self.folder is None:

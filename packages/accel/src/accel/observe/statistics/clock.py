@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import get_ident
 from time import perf_counter
+from typing import Any
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint", "other")
 """What time is spent on; "other" is the rest of the script.
@@ -15,7 +16,7 @@ process reads for all.
 """
 
 MANY_NOTES = 10_000
-"""Notes above which whoever takes one adds them up: a step leaves eight."""
+"""Notes above which hooks add them up: a step leaves eight."""
 
 
 class Clock:
@@ -44,6 +45,12 @@ class Clock:
         self._thread = get_ident()
         self._since: float | None = None
         self._is_adding = False
+
+    def note_hook(self, section: str, begins: bool, *_: Any) -> None:
+        """Take a note in a hook of a module."""
+        self.note((section, begins, self.now(), get_ident()))
+        if self.notes.qsize() > MANY_NOTES:
+            self.add_up()
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each part up to now."""
@@ -77,7 +84,8 @@ class Clock:
     def _count_until(self, time: float) -> None:
         if self._since is not None:
             # All time in a checkpoint is the checkpoint's.
-            self.seconds["checkpoint" if "checkpoint" in self._open else self._open[-1]] += time - self._since
+            section = "checkpoint" if "checkpoint" in self._open else self._open[-1]
+            self.seconds[section] += time - self._since
             self._since = time
 
     def __reduce__(self) -> tuple[type[Clock], tuple[()]]:

@@ -16,7 +16,7 @@ from accel.engines.common.gradient_waits import GradientWaits
 from accel.observe.rank_reports import RankReports, describe_rank
 from accel.observe.report.files import RunFiles
 from accel.observe.report.summary import render_text
-from accel.observe.statistics.clock import MANY_NOTES, SECTIONS, Clock
+from accel.observe.statistics.clock import SECTIONS, Clock
 from accel.observe.statistics.stragglers import RANK_SECTIONS, Straggler, find_stragglers
 from accel.observe.unused_batches import UnusedBatches
 from accel_data.dispatch.loader import DataLoaderDispatcher
@@ -43,10 +43,10 @@ class Statistics(Observer):
     """
 
     def __init__(self, run: Run, settings: StatisticsKwargs, folder: Path | None) -> None:
-        self._run, self._settings, self._files = run, settings, RunFiles(folder)
+        self._run, self._settings = run, settings
         self._reports = RankReports(run.process, "statistics")
         self._data_rank, size = run.engine.loaders.dp_rank_and_size
-        self._distinct_fraction = size / run.process.world_size  # of the samples of all ranks
+        self._files = RunFiles(folder, distinct_fraction=size / run.process.world_size)
         now = partial(_synchronized_now, run.process.device) if settings.synchronize else time.perf_counter
         self.clock = Clock(now)
         self._note, self._now = self.clock.note, self.clock.now
@@ -60,14 +60,16 @@ class Statistics(Observer):
         self._slow: dict[tuple[int, str], dict[str, Any]] = {}
         self._slow_before: set[int] = set()  # at the last gather
         self._hooks: list[Any] = []
-        self._has_stopped = False
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Time its forward passes."""
         inner = self._waits.add(model)
         # The rest of the outer one waits for the buffers of process 0.
         for section, module in (("collectives", model), ("forward", inner))[model is inner :]:
-            begin, end = partial(_note, self.clock, section, True), partial(_note, self.clock, section, False)
+            begin, end = (
+                partial(self.clock.note_hook, section, True),
+                partial(self.clock.note_hook, section, False),
+            )
             self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
             self._hooks.append(module.register_forward_hook(end, always_call=True))  # also when it raises
 
@@ -130,9 +132,6 @@ class Statistics(Observer):
 
     def stop(self) -> None:
         """Stop measuring; the main process prints and writes the summary."""
-        if self._has_stopped:
-            return
-        self._has_stopped = True
         process, numbers = self._run.process, self._numbers()
         unsubscribe(self._run.gradient_state, self)
         for hook in self._hooks:
@@ -144,7 +143,7 @@ class Statistics(Observer):
         ranks = [*(self._reports.receive("summary", ANSWER_S, partial=True) or {}).values()]
         self._receive()
         every = self._settings.every
-        summary = self._files.make_summary(ranks, process.world_size, self._distinct_fraction, every)
+        summary = self._files.make_summary(ranks, process.world_size, every)
         if not summary["missing"] and not (every and self._steps >= 2 * every):  # too few gathers
             self._add_slow(self._find_slow(ranks), 1, summary["steps"])
         summary["slow"] = list(self._slow.values())
@@ -154,13 +153,11 @@ class Statistics(Observer):
 
     def _numbers(self) -> dict[str, Any]:
         """Return this rank's numbers up to now, with waits for gradients in "collectives"."""
-        seconds = self.clock.read()
-        spent = seconds["backward"] - self._before["seconds"]["backward"]
+        spent = self.clock.read()["backward"] - self._before["seconds"]["backward"]
         waited = min(self._waits.take(), spent)
-        for times in (seconds, self.clock.seconds):
-            times["backward"] -= waited
-            times["collectives"] += waited
-        return {"steps": self._steps, "samples": self._samples, "seconds": seconds}
+        self.clock.seconds["backward"] -= waited
+        self.clock.seconds["collectives"] += waited
+        return {"steps": self._steps, "samples": self._samples, "seconds": self.clock.read()}
 
     def _gather(self) -> None:
         """Send the numbers since the last gather."""
@@ -185,29 +182,21 @@ class Statistics(Observer):
             self._slow_before = {slow.rank for slow in found}
             self._add_slow(lasting, first, last, warns=True)
             stragglers = [slow.to_dict() for slow in found]
-            self._files.add_gather(ranks, last, self._distinct_fraction, RANK_SECTIONS, stragglers)
+            self._files.add_gather(ranks, last, RANK_SECTIONS, stragglers)
 
     def _find_slow(self, ranks: list[dict[str, Any]]) -> list[Straggler]:
-        seconds, steps = [rank["seconds"] for rank in ranks], [rank["steps"] for rank in ranks]
-        return find_stragglers(seconds, steps, self._settings.slow, hides_waits=not self._waits.is_active)
+        return find_stragglers(ranks, self._settings.slow, hides_waits=not self._waits.is_active)
 
     def _add_slow(self, found: list[Straggler], first: int, last: int, warns: bool = False) -> None:
         for slow in found:
-            if warns and (slow.rank, slow.section) not in self._slow:  # once; the summary has the rest
+            key, facts = (slow.rank, slow.section), slow.to_dict()
+            if warns and key not in self._slow:  # once; the summary has the rest
                 warn(slow.describe(first, last), about="process")
-            entry = self._slow.setdefault(
-                (slow.rank, slow.section), slow.to_dict() | {"steps": [first, last]}
-            )
-            entry["ratio"] = max(entry["ratio"], slow.to_dict()["ratio"])
-            entry["steps"][1] = last
+            before = self._slow.get(key, facts | {"steps": [first]})
+            ratio = max(before["ratio"], facts["ratio"])
+            self._slow[key] = before | {"ratio": ratio, "steps": [before["steps"][0], last]}
 
 
 def _synchronized_now(device: torch.device) -> float:
     device_spec(device).synchronize(device)
     return time.perf_counter()
-
-
-def _note(clock: Clock, section: str, begins: bool, *_: Any) -> None:
-    clock.note((section, begins, clock.now(), get_ident()))
-    if clock.notes.qsize() > MANY_NOTES:
-        clock.add_up()

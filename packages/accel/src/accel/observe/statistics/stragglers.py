@@ -50,26 +50,24 @@ class Straggler:
         )
 
 
-def find_stragglers(
-    seconds: Sequence[Mapping[str, float]], steps: Sequence[int], slow: float, hides_waits: bool
-) -> list[Straggler]:
+def find_stragglers(reports: Sequence[Mapping[str, Any]], slow: float, hides_waits: bool) -> list[Straggler]:
     """Return the processes that need more than `slow` times the median time of a step without waits.
 
     Under DDP all processes take the same time for a step, as they wait for the slowest: what differs is the
     time outside of the waits.
 
     Args:
-        seconds: Per process, the seconds of each section.
-        steps: Per process, the number of steps that these are for.
+        reports: Of each process the "seconds" of each section, and the number of "steps" that these are for.
         slow: See above.
         hides_waits: Whether processes may wait for each other within forward and backward, as sharded models
             do. These are long on the fast processes then, so data is also compared separately.
     """
     # One process has none to be compared with, and one without steps has no time per step.
-    if len(seconds) < 2 or min(steps) < 1:
+    if len(reports) < 2 or min(report["steps"] for report in reports) < 1:
         return []
-    pairs = zip(seconds, steps, strict=True)
-    ranks = [{section: times[section] / count for section in RANK_SECTIONS} for times, count in pairs]
+    ranks = [
+        {section: each["seconds"][section] / each["steps"] for section in RANK_SECTIONS} for each in reports
+    ]
     totals = [sum(times.values()) for times in ranks]
     # The lower one of two.
     medians = {section: median_low([times[section] for times in ranks]) for section in RANK_SECTIONS}
