@@ -318,10 +318,12 @@ def prepare_loader(
     if run.process.world_size > 1:
         joining = run.engine.loaders.join_state
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
-    present = next((item for item in run.prepared.loaders if unwrap_loader(item) is prepared), None)
-    run.prepared.record("loaders", loader, _mark_prepared(prepared if present is None else present), settings)
-    if present is not None:
-        return present
+    existing = next((item for item in run.prepared.loaders if unwrap_loader(item) is prepared), None)
+    run.prepared.record(
+        "loaders", loader, _mark_prepared(prepared if existing is None else existing), settings
+    )
+    if existing is not None:
+        return existing
     run.misuse.start(run)
     for observer in run.observers:
         observer.loader_prepared(prepared)
