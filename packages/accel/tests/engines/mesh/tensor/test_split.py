@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -248,4 +249,55 @@ def test_an_adapter_that_is_not_known_is_rejected_by_name():
     model.up = Adapter(model.up, scale_vector=torch.nn.Linear(1, WIDTH))
 
     with pytest.raises(ValueError, match=r"inner.up .* has an adapter \(Adapter with scale_vector\)"):
+        tensor_plan(Around(model), 2)
+
+
+class Saved(torch.nn.Module):
+    """A layer of which a copy trains, as peft makes them for `modules_to_save`."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.original_module = layer.requires_grad_(False)
+        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(layer).requires_grad_()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.modules_to_save["default"](x)
+
+
+def with_copies() -> Around:
+    model = Model()
+    for name in ("up", "down"):
+        setattr(model, name, Saved(getattr(model, name)))
+    return Around(model)
+
+
+def gradients_of_copies(accelerator: Accelerator | None) -> dict[str, torch.Tensor]:
+    model = with_copies() if accelerator is None else accelerator.prepare(with_copies())
+    model.inner(words()).square().mean().backward()
+    found = {name: item.grad for name, item in model.named_parameters() if "modules_to_save" in name}
+    return {name: item.full_tensor() if isinstance(item, DTensor) else item for name, item in found.items()}
+
+
+def split_copies() -> tuple[dict[str, torch.Tensor], list[str]]:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    return gradients_of_copies(accelerator), sorted(tensor_plan(with_copies(), 2))
+
+
+def test_copies_that_train_in_place_of_layers_are_split_as_the_layers_are(world):
+    expected = gradients_of_copies(None)
+    for found, split in world.run(split_copies, timeout_s=100):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+        assert [name for name in split if "up" in name] == [
+            "inner.up.modules_to_save.default",
+            "inner.up.original_module",
+        ]
+
+
+def test_a_module_that_cannot_be_split_is_refused_by_name():
+    model = Model()
+    model.down = Around(model.down)
+
+    with pytest.raises(ValueError, match=r"splits inner\.down, a Around, with RowwiseParallel.*parallelism"):
         tensor_plan(Around(model), 2)

@@ -71,9 +71,9 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
             )
         for name in matching:
             for layer in _split_layers(name, modules[name], style):
-                if layer == name or layer.endswith(".base_layer"):
-                    _check_features(layer, modules[layer], style, size)
                 plan[layer] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+                _check_kind(layer, modules[layer], plan[layer])
+                _check_features(layer, modules[layer], style, size)
     _check_heads(model, size)
     _check_shared(model, plan)
     return plan
@@ -100,11 +100,17 @@ def _split_layers(name: str, module: torch.nn.Module, style: Any) -> list[str]:
     """The modules to split for one in the plan: itself, or the layers of an adapter.
 
     An adapter of low rank (peft's LoRA) adds B(A(x)) to the layer's output: B is split where the output is,
-    and A where the input is.
+    and A where the input is. A copy that trains in place of the layer (peft's modules_to_save) is split as
+    the layer is, and so is the layer, which may be used again.
 
     Raises:
         ValueError: If it is another kind of adapter.
     """
+    copies = getattr(module, "modules_to_save", None)
+    if isinstance(copies, torch.nn.ModuleDict) and isinstance(
+        getattr(module, "original_module", None), torch.nn.Module
+    ):
+        return [f"{name}.original_module", *(f"{name}.modules_to_save.{key}" for key in copies)]
     if not isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):
         return [name]
     supported = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
@@ -125,6 +131,18 @@ def _split_layers(name: str, module: torch.nn.Module, style: Any) -> list[str]:
     kind = style if isinstance(style, ParallelStyle) else _STYLES[style]()
     split = "lora_B" if isinstance(kind, ColwiseParallel) else "lora_A"
     return [f"{name}.base_layer", *(f"{name}.{split}.{key}" for key in getattr(module, split))]
+
+
+def _check_kind(name: str, module: torch.nn.Module, style: ParallelStyle) -> None:
+    # Torch's own styles: a subclass may split other layers.
+    if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(
+        module, torch.nn.Linear | torch.nn.Embedding
+    ):
+        raise ValueError(
+            f"the tp plan splits {name}, a {type(module).__name__}, with {type(style).__name__}, and tensor "
+            "parallelism splits linear layers and embeddings in this way. If it wraps one, name the layer "
+            "inside; or take it (and what follows it) out of the plan, or train under DDP or FSDP."
+        )
 
 
 def _check_features(name: str, module: torch.nn.Module, style: Any, size: int) -> None:
