@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from accel.accelerator import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.training import misuse
 from accel.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from accel_optim.optimizer import AcceleratedOptimizer
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -395,6 +397,35 @@ def test_a_loader_that_is_not_prepared_is_reported_on_several_processes(world, d
         (message,) = first[kind]
         assert "is not prepared, and each of 2 processes trains on all of its data" in message
     assert not any(second.values())  # the main process speaks for all
+
+
+def search_on_several() -> list[tuple[str, bool]]:
+    """Each search for loaders: the loop's backward, and whether a prepared optimizer was in its step."""
+    found: list[tuple[str, bool]] = []
+    search, step = misuse._plain_iterations, AcceleratedOptimizer.step
+    in_step = False
+
+    def watched_step(optimizer: Any, *args: Any) -> Any:
+        nonlocal in_step
+        in_step = True
+        result = step(optimizer, *args)
+        in_step = False
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratedOptimizer, "step", watched_step)
+        for kind, loop in {"accelerator's": train, "own": train_plainly}.items():
+            note = functools.partial(lambda kind: (found.append((kind, in_step)), search())[1], kind)
+            patch.setattr(misuse, "_plain_iterations", note)
+            accelerator, model = Accelerator(), Net()
+            model, optimizer = accelerator.prepare(model, sgd(model))
+            loop(*([accelerator] if loop is train else []), model, optimizer)
+    return found
+
+
+def test_a_loader_is_searched_for_once_and_outside_of_steps_where_the_accelerator_runs_backward(world):
+    # A loop that calls loss.backward() itself shows nothing but its steps.
+    assert world.run(search_on_several, size=2) == [[("accelerator's", False), ("own", True)]] * 2
 
 
 def test_one_process_may_read_a_loader_that_is_not_prepared():

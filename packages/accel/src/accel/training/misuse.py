@@ -92,6 +92,7 @@ class MisuseChecker(Observer):
             if self._passes_outside is not None:
                 # Weights make a window of any loop.
                 self._passes_outside += run.window.has_means and not run.window.in_micro_batch
+            self._check_data(run)
             self.look_for_steps()
 
     def before_step(self, optimizer: Any) -> None:
@@ -117,7 +118,9 @@ class MisuseChecker(Observer):
             self._check_model(run, optimizer, stepped, of_models)
         else:
             return
-        self._check_data(run)
+        if not self._passes:
+            # A loop that calls loss.backward() itself publishes nothing outside of steps.
+            self._check_data(run)
         self._stepped |= stepped.keys()
         trained = {key for key, item in of_models.items() if item.requires_grad}
         self._is_over = has_seen_window and prepared <= self._stepped and trained <= self._stepped
