@@ -527,6 +527,18 @@ def test_a_penalty_on_gradients_that_the_output_does_not_show(world, case, kind)
     assert_same_weights(state, train_forces(None, kind))
 
 
+def train_values(case: str) -> None:
+    accelerator = Accelerator(**CASES[case].options())
+    model = accelerator.prepare(Forces("own class"))
+    accelerator.backward(model(own_rows(accelerator, case, 0)).value.square().mean())
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+def test_an_output_that_fsdp1_does_not_look_into_is_an_error(world, penalty):
+    train, args = (train_forces, ("own class",)) if penalty else (train_values, ())
+    assert_refused(world, "did not find in the output of the model's forward.*DDP", train, "fsdp1", *args)
+
+
 def penalty(model: torch.nn.Module, start: list[torch.Tensor], kind: str) -> torch.Tensor:
     parameters = [*model.parameters()]
     if kind == "whole":  # as the error says

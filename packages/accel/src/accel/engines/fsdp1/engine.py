@@ -342,11 +342,21 @@ class FSDP1Engine(ShardedEngine):
         """Run the backward pass, also where parameters were frozen or unfrozen inside a window.
 
         Raises:
-            RuntimeError: If weights are needed that a previous backward pass has freed.
+            RuntimeError: If weights are needed that a previous backward pass has freed, or if the pass begins
+                at no output that torch has found.
         """
         self.gradient_sync.before_backward()
         try:
             super().backward(loss, **kwargs)
+        except ValueError as error:
+            if "expected to be in states" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self.name}: backward began at a tensor that torch did not find in the output of the "
+                "model's forward, where it prepares for the backward pass. Call the model itself, and return "
+                "tensors, or tuples, lists, dicts or dataclasses of them, not an object of another class; or "
+                "train with DDP."
+            ) from error
         except RuntimeError as error:
             if "setStorage" not in str(error):
                 raise
