@@ -103,7 +103,7 @@ def _other_state() -> torch.Tensor:
 
 def _set_other_state(state: torch.Tensor) -> None:
     (version, words, _), numpy = random.getstate(), np.random.get_state(legacy=False)
-    first, second = (part.tolist() for part in state.view(torch.float64).tensor_split([len(words) + 1]))
+    first, second = (item.tolist() for item in state.view(torch.float64).tensor_split([len(words) + 1]))
     *words, gauss = first
     random.setstate((version, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
     *key, position, has_gauss, gauss = second
