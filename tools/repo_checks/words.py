@@ -40,11 +40,6 @@ _KEPT_LOCALLY = {
     "accel_data.resume.cursor.part": "a key of saved loader states",
     "accel_data.resume.stream_position.parts": "a key of saved loader states",
     "accel_launch.settings.parser._fill_text": "overrides a method of argparse",
-    "accel.observe.verify.compare.share": "a fraction",
-    "accel.observe.verify.record.share": "a fraction",
-    "accel.observe.verify.record.steps_own": "to be renamed",
-    "accel.observe.verify.record.whole": "to be renamed",
-    "accel.observe.verify.recorded_runs.present": "to be renamed",
 }
 # The usual name of what a search returns.
 _FINE_LOCALLY = {"found"}

@@ -131,7 +131,7 @@ class _Comparison(RecordedRuns):
             total = total_norm(step["gradients"])
             for name, item in step["gradients"].items():
                 largest[name] = max(largest.get(name, 0.0), item[0] / total if total else 0.0)
-        return {name for name, share in largest.items() if share < _NOISE * self.coarser}
+        return {name for name, ratio in largest.items() if ratio < _NOISE * self.coarser}
 
     # What differs
 

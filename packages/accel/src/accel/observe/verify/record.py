@@ -317,10 +317,10 @@ class TrainingRecorder(Observer):
             self._record_loss(loss, 1.0)
         original(loss, *args, **kwargs)
 
-    def _record_loss(self, loss: torch.Tensor, share: float) -> None:
+    def _record_loss(self, loss: torch.Tensor, fraction: float) -> None:
         weight, self._weight = self._weight, None
         if loss.numel() == 1:
-            value = float(loss.detach()) * share
+            value = float(loss.detach()) * fraction
             # A weighted loss has been multiplied by a factor, which is not the same on one process.
             pair = (value, None) if weight is None else (value / weight[1] if weight[1] else 0.0, weight[0])
             self._step.losses.append(pair)
@@ -367,8 +367,10 @@ class TrainingRecorder(Observer):
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         states = self._run.engine.states
         # DeepSpeed and Megatron step flat tensors of which each process has a shard.
-        steps_own = any(states.has_native_checkpoint(item) for item in self._run.prepared.optimizers)
-        chosen = [item for item in parameters if id(item) in names or not steps_own]
+        has_engine_optimizer = any(
+            states.has_native_checkpoint(item) for item in self._run.prepared.optimizers
+        )
+        chosen = [item for item in parameters if id(item) in names or not has_engine_optimizer]
         self._step.gradients = self._sketches(
             (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
             for number, item in enumerate(chosen)
@@ -392,9 +394,9 @@ class TrainingRecorder(Observer):
                 if name not in self.record["not_compared"]:
                     self.record["not_compared"].append(name)
                 continue
-            whole = item.detach()
+            tensor = item.detach()
             # A collective; all processes go through the names in one order.
-            found[name] = sketch(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
+            found[name] = sketch(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
         return found
 
     def _write(self, **more: Any) -> None:

@@ -45,12 +45,12 @@ class RecordedRuns:
 
     @property
     def shards(self) -> list[Record]:
-        """One record of each share of the data, in their order."""
+        """One record of each shard of the data, in their order."""
         by_rank = {record["data_rank"]: record for record in reversed(self.many)}
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     def samples(self, place: int) -> list[list[int]]:
-        """The samples of each share of the data in a step."""
+        """The samples of each shard of the data in a step."""
         return [record["steps"][place]["samples"] for record in self.shards]
 
     def loss(self, place: int) -> float:
@@ -91,8 +91,8 @@ def distance(one: Sketches, other: Sketches, name: str) -> float:
     """The estimated norm of the difference of two tensors; one that is not there counts as zeros."""
     first, second = one.get(name), other.get(name)
     if first is None or second is None:
-        present = first or second
-        return present[0] if present else 0.0
+        values = first or second
+        return values[0] if values else 0.0
     if first == second:
         return 0.0
     apart = math.sqrt(fmean((a - b) ** 2 for a, b in zip(first[1:], second[1:], strict=True)))
