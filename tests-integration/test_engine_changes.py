@@ -7,11 +7,9 @@ or every process gets an error that names what was changed, the engine and the w
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,12 +43,9 @@ class Net(torch.nn.Module):
         self.parts = torch.nn.ModuleList([Part(), Part()])
         self.head = torch.nn.Linear(WIDTH, 3)
         self.dropout = 0.0
-        self.draw: Callable[[float, float], float] | None = None  # the noise of a forward pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        if self.draw is not None and self.training:
-            x = x * self.draw(1.0, 0.5)
         for part in self.parts:
             x = torch.nn.functional.dropout(part(x), self.dropout, self.training)
         return self.head(x)
@@ -362,35 +357,8 @@ def switch_on_dropout(loop: Loop) -> None:
     loop.steps(1)
 
 
-def draw(loop: Loop, normal: Callable[[float, float], float]) -> None:
-    loop.prepare()
-    loop.net.draw = normal
-    set_seed(5, device_specific=True)
-    for _ in range(4):
-        loop.steps(1)
-        if loop.accelerator.process_index % 2:
-            normal(0.0, 1.0)  # on one process of each group alone
-
-
-def draw_from_python(loop: Loop) -> None:
-    draw(loop, random.gauss)
-
-
-def draw_from_numpy(loop: Loop) -> None:
-    draw(loop, np.random.normal)
-
-
-def switch_on_draws(loop: Loop) -> None:
-    loop.prepare()
-    loop.steps(1)
-    set_seed(5, device_specific=True)
-    loop.net.draw = random.gauss
-    loop.steps(1)
-
-
-@pytest.mark.parametrize("program", [drop_out, draw_from_python, draw_from_numpy])
-def test_random_numbers_under_tensor_parallelism_are_those_of_one_process(world, program):
-    assert_as_by_hand(world, program, "tp")
+def test_dropout_under_tensor_parallelism_drops_what_one_process_drops(world):
+    assert_as_by_hand(world, drop_out, "tp")
 
 
 @pytest.mark.parametrize("case", TENSOR)
@@ -400,10 +368,9 @@ def test_dropout_keeps_weights_that_are_not_split_the_same_on_a_group(world, cas
     assert all(isinstance(result, dict) for result in results), results
 
 
-@pytest.mark.parametrize("program", [switch_on_dropout, switch_on_draws])
 @pytest.mark.parametrize("case", TENSOR)
-def test_random_numbers_that_are_switched_on_where_generators_differ_are_an_error(world, case, program):
-    for result in world.run(run, program, case, size=TENSOR[case].size, timeout_s=60):
+def test_dropout_that_is_switched_on_where_generators_differ_is_an_error(world, case):
+    for result in world.run(run, switch_on_dropout, case, size=TENSOR[case].size, timeout_s=60):
         assert isinstance(result, str)
         for words in ("Net drew random numbers", "(tp)", "set_seed()"):
             assert words in result

@@ -1,17 +1,13 @@
 """Random numbers under tensor parallelism: dropout is the same on all processes of a group.
 
 Weights that the plan does not split (norms, embeddings, biases) are replicated, and have equal gradients only
-if the activations are equal on all processes of a group. Models draw from torch's generators, and some from
-Python's or numpy's (a layer that is left out by chance, say).
+if the activations are equal on all processes of a group.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -76,36 +72,14 @@ class SharedRandomState:
         self._uses_random = uses_random
 
     def _state(self) -> torch.Tensor:
-        """The states of Python's, numpy's and torch's generators, as one tensor of bytes on the CPU."""
-        states = [_other_state(), torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.as_tensor(device_spec(self._device).get_rng_state()))
-        return torch.cat(states)
+        """The states of torch's generators, as one tensor on the CPU."""
+        state = torch.get_rng_state()
+        if self._device.type == "cpu":
+            return state
+        return torch.cat([state, torch.as_tensor(device_spec(self._device).get_rng_state())])
 
     def _set_state(self, state: torch.Tensor) -> None:
-        sizes = [_other_state().numel(), torch.get_rng_state().numel()]
-        others, cpu, device = state.tensor_split([sizes[0], sum(sizes)])
-        _set_other_state(others)
-        # Clones: torch reads a generator's state as aligned memory.
-        torch.set_rng_state(cpu.clone())
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:size])
         if self._device.type != "cpu":
-            device_spec(self._device).set_rng_state(device.clone())
-
-
-def _other_state() -> torch.Tensor:
-    """The states of Python's and numpy's generators, as bytes."""
-    (_, words, gauss), numpy = random.getstate(), np.random.get_state(legacy=False)
-    numbers = [*words, math.nan if gauss is None else gauss]
-    numbers += [*numpy["state"]["key"].tolist(), numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]
-    # A float64 has any 32-bit integer exactly. Bytes compare bit for bit, also NaN.
-    return torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
-
-
-def _set_other_state(state: torch.Tensor) -> None:
-    (version, words, _), numpy = random.getstate(), np.random.get_state(legacy=False)
-    first, second = (item.tolist() for item in state.view(torch.float64).tensor_split([len(words) + 1]))
-    *words, gauss = first
-    random.setstate((version, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
-    *key, position, has_gauss, gauss = second
-    numpy["state"] = {"key": np.array(key, np.uint32), "pos": int(position)}
-    np.random.set_state({**numpy, "has_gauss": int(has_gauss), "gauss": gauss})
+            device_spec(self._device).set_rng_state(state[size:])
