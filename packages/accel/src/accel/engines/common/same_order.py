@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,8 @@ def check_same_order(
 
     All processes gather the parameters of such a module, and reduce its gradients, in one collective. A
     process that is at another module would mix both. Later forward passes are compared with the first one,
-    without communication. A process at which one differs waits, before the engine communicates, until all
-    others differ in the same way, and warns once; else it raises. Later backward passes and compiled code are
+    without communication. Where one differs, a process warns once and waits, before the engine communicates,
+    until all others have come to the same place; else it raises. Later backward passes and compiled code are
     not compared.
 
     Args:
@@ -58,35 +57,38 @@ def check_same_order(
         unit.register_forward_hook(partial(order.leave, number), prepend=True)
 
 
-# How many models there are in a process group, by its store: all its processes prepare the same ones.
-_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_PAUSE_S = 0.001  # between two polls of the store
+_PAUSES_S = (0.0005, 0.02)  # between two polls of the store: the first, and the longest
 
 
 class _Order:
     def __init__(self, names: list[str], process: ProcessInfo, engine: str, fix: str) -> None:
         self.names, self.process, self.engine, self.fix = names, process, engine, fix
-        self.reference: list[int] | None = None  # the order of the first forward pass
-        self.seen: list[int] = []
+        self.seen: list[int] = []  # in the first forward pass
+        self.reference: list[int] | None = None  # all of it
+        self.passes = self.position = 0  # forward passes, and where in the reference this one is
         self.is_training = self.has_warned = self.has_queued = False
-        store = default_store()
-        _counts[store] = _counts.get(store, 0) + 1
-        self.prefix = f"accel/order/{_counts[store]}"
+        base = default_store()
+        assert base is not None, "several processes have a process group"
+        # The same on all processes, which prepare the same models; new in a store that was used before.
+        number = prefixed("accel/order", base).add(f"models/{process.rank}", 1)
+        self.prefix = f"accel/order/{number}"
         self.agreements = 0
 
     def begin(self, *_: Any) -> None:
         self.is_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        self.seen = []
+        self.passes, self.position, self.seen = self.passes + self.is_training, 0, []
 
     def enter(self, number: int, *_: Any) -> None:
         # The compiler drops what it knows never to run: the hook leaves nothing in a compiled graph.
         if torch.compiler.is_compiling():
             return
         if self.is_training:
-            self.seen.append(number)
             if self.reference is None:
+                self.seen.append(number)
                 self.compare(number, "forward")
-            elif self.reference[len(self.seen) - 1 : len(self.seen)] != [number]:
+            elif self.reference[self.position : self.position + 1] == [number]:
+                self.position += 1
+            else:
                 self.agree(number)
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
@@ -118,55 +120,66 @@ class _Order:
         if self.reference is None:
             self.compare(len(self.names) - 1, "forward")
             self.reference = self.seen
-        elif len(self.seen) < len(self.reference):
+        elif self.position < len(self.reference):
             self.agree(len(self.names) - 1)
 
     def agree(self, number: int) -> None:
-        """Raise unless all processes differ from the first pass here, and are at the same module.
+        """Raise unless all processes differ from the first pass here: in one place, at the same module.
 
-        Through the store: a process that does not differ is in a collective of the engine.
+        Through the store, as a process that does not differ is in a collective of the engine. From here the
+        pass is expected to continue as the first one did after this module.
         """
-        base = default_store()
-        if base is None:
-            return
-        rank = self.process.rank
-        place = f"{self.engine}: a forward pass is at {self.names[number]} on process {rank}, where "
+        assert self.reference is not None
+        rank, name = self.process.rank, self.names[number]
+        place = f"{self.engine}: a forward pass is at {name} on process {rank}, where the first one was not"
         if not self.has_warned:
             self.has_warned = True
             warn(
-                f"{place}the first one was not. All processes gather parameters and reduce gradients in the "
-                "same collectives, so this process waits for the others, here and wherever it happens again. "
-                f"{self.fix}",
+                f"{place}. All processes gather parameters and reduce gradients in the same collectives, so "
+                f"this process waits for the others, here and wherever it happens again. {self.fix}",
                 about="process",
             )
-        store: Any = prefixed(self.prefix, base)
-        keys = [f"{self.agreements}/{rank}" for rank in range(self.process.world_size)]
-        store.set(keys[rank], str(number))
-        timeout_s = store.timeout.total_seconds()
-        give_up_at = time.monotonic() + timeout_s
-        while not store.check(keys):
-            if time.monotonic() > give_up_at:
-                raise RuntimeError(
-                    f"{place}the first one was not, and not all other processes came there within "
-                    f"{timeout_s:g} s (the process group's timeout). {self.fix}"
-                )
-            time.sleep(_PAUSE_S)
-        self.raise_if_apart([int(store.get(key)) for key in keys], "forward", number)
+        store: Any = prefixed(self.prefix, default_store())  # type: ignore[arg-type]
+        keys = [f"{self.agreements}/{each}" for each in range(self.process.world_size)]
+        store.set(keys[rank], f"{number} {self.position} {self.passes}")
+        self.wait(store, keys, place)
+        found = [tuple(map(int, text.split())) for text in store.multi_get(keys)]
+        if len(set(found)) > 1:
+            self.reject([each[0] for each in found], f"forward pass {self.passes}", number)
         if self.agreements:  # all have read the previous ones
             store.delete_key(f"{self.agreements - 1}/{rank}")
         self.agreements += 1
+        for later in (range(self.position, len(self.reference)), range(self.position)):
+            if number in (following := [self.reference[index] for index in later]):
+                self.position = later[following.index(number)] + 1
+                return
+
+    def wait(self, store: Any, keys: list[str], place: str) -> None:
+        timeout_s = store.timeout.total_seconds()
+        give_up_at, pause_s = time.monotonic() + timeout_s, _PAUSES_S[0]
+        while not store.check(keys):
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(
+                    f"{place}, and not all other processes came there within {timeout_s:g} s (the process "
+                    f"group's timeout). {self.fix}"
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _PAUSES_S[1])
 
     def compare(self, number: int, what: str) -> None:
         """Raise on all processes if they are at different modules."""
         extremes = torch.tensor([number, -number], device=self.process.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        self.raise_if_apart([int(extremes[0]), -int(extremes[1])], what, number)
-
-    def raise_if_apart(self, numbers: list[int], what: str, number: int) -> None:
-        first, last = min(numbers), max(numbers)
+        first, last = -int(extremes[1]), int(extremes[0])
         if first != last:
-            raise RuntimeError(
-                f"{self.engine}: in {what}, some processes are at {self.names[first]} and others at "
-                f"{self.names[last]} (process {self.process.rank} at {self.names[number]}). All processes "
-                f"gather the parameters of such a module and reduce its gradients at once. {self.fix}"
-            )
+            self.reject([first, last], what, number)
+
+    def reject(self, numbers: list[int], what: str, number: int) -> NoReturn:
+        first, last = self.names[min(numbers)], self.names[max(numbers)]
+        where = f"some processes are at {first} and others at {last}"
+        if first == last:
+            where = f"processes come to {first} in different places"
+        raise RuntimeError(
+            f"{self.engine}: in {what}, {where} (process {self.process.rank} at {self.names[number]}). All "
+            f"processes gather the parameters of such a module and reduce its gradients at once. {self.fix}"
+        )
