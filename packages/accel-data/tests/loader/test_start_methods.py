@@ -36,6 +36,7 @@ def items(loader):
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
+    multiprocessing.set_forkserver_preload(["torch"])  # once for all workers, which are forked from there
     for dispatch in (False, True):
         workers, alone = (loader(range(13), number, dispatch, shuffle=True) for number in (2, 0))
         for _ in range(2):

@@ -308,7 +308,7 @@ def left_by(base: Path, mode: str, size: int, victim: int) -> Iterator[tuple[Pat
                 return interrupted(run, mode, at if rank == victim else sys.maxsize)
 
         # At some points others notice the loss by themselves, which takes seconds; else they are killed too.
-        code = stopped(forked(save, size, base), victim, 10 if at % 8 == 1 else 0)
+        code = stopped(forked(save, size, base), victim, 10 if at % 4 == 1 else 0)
         assert code in ((0, 7) if mode in (*ERRORS, "size") else (0, -signal.SIGKILL)), (at, code)
         left = base / f"left{at}"
         folder.rename(left)
@@ -338,7 +338,9 @@ def interrupt_everywhere(base: Path, mode: str, size: int, victim: int) -> list[
         Run.in_place, mode = True, mode.removesuffix(" in place")
     if mode == "parts":
         Run.in_parts, mode = True, "kill"
-    piece_file.PIECE_BYTES = 2**10 if size > 1 and victim == 0 else 256  # more points
+    # Small pieces make more points. One process tries unfinished files that end anywhere, in milliseconds a
+    # point; a point of several processes takes a second of each.
+    piece_file.PIECE_BYTES = 2**11 if size > 1 else 256
     if mode == "kill past the cache":
         # Whole blocks, also in half: smaller pieces go through the system's cache.
         Run.width, piece_file.PIECE_BYTES, mode = 600, 2**12, "kill"
