@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accel_state import env
 from accel_state.devices.probes import is_cuda_available
@@ -57,6 +56,19 @@ _ENGINE_ARGUMENTS = {
     "fsdp_plugin": _EngineArgument(DistributedType.FSDP, "ACCELERATE_USE_FSDP"),
     "megatron_lm_plugin": _EngineArgument(DistributedType.MEGATRON_LM, "ACCELERATE_USE_MEGATRON_LM"),
 }
+
+
+class _ReadOnlyDict(dict[str, Any]):
+    """A dict that cannot be changed. Unlike a MappingProxyType, it can be pickled and deep-copied."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("The dicts of a TrainPlan are read-only.")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default pickle and copy would set the items one by one.
+        return type(self), (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -104,15 +116,7 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         for name in ("plugins", "reasons", "mesh"):
-            object.__setattr__(self, name, MappingProxyType({**getattr(self, name)}))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A proxy cannot be pickled.
-        return {**vars(self), "plugins": {**self.plugins}, "reasons": {**self.reasons}, "mesh": {**self.mesh}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.__post_init__()
+            object.__setattr__(self, name, _ReadOnlyDict(getattr(self, name)))
 
     def on(self, process: ProcessInfo) -> TrainPlan:
         """Return the plan for this process, with an engine and the axes of its mesh.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
@@ -306,18 +307,47 @@ def test_nothing_changes_a_plan():
     accumulation.num_steps = 5
     assert plan.accumulation.num_steps == 2
     for name in ("plugins", "reasons", "mesh"):
-        with pytest.raises(TypeError, match="does not support item assignment"):
+        with pytest.raises(TypeError, match="read-only"):
             getattr(plan, name)["engine"] = "other"
     with pytest.raises(FrozenInstanceError):
         plan.engine = "other"
 
 
 def test_a_plan_is_copied_and_pickled():
-    plan = make_train_plan(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plan = make_train_plan(fsdp_plugin=plugin).on(on(DistributedType.MULTI_CPU))
+    for again in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         assert again == plan
-        with pytest.raises(TypeError, match="does not support item assignment"):
+        with pytest.raises(TypeError, match="read-only"):
             again.reasons["engine"] = ()
+    as_dict = asdict(plan)
+    assert (as_dict["engine"], as_dict["mesh"]) == ("fsdp2", {"dp_shard": 1})
+    assert as_dict["reasons"] == plan.reasons
+    assert as_dict["plugins"] == {"fsdp_plugin": asdict(plugin)}
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "set": lambda reasons: reasons.__setitem__("engine", ()),
+    "delete": lambda reasons: reasons.__delitem__("engine"),
+    "or": lambda reasons: operator.ior(reasons, {"engine": ()}),
+    "clear": lambda reasons: reasons.clear(),
+    "pop": lambda reasons: reasons.pop("engine"),
+    "popitem": lambda reasons: reasons.popitem(),
+    "setdefault": lambda reasons: reasons.setdefault("other", ()),
+    "update": lambda reasons: reasons.update(engine=()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_dicts_of_a_plan_are_read_only(change):
+    passed = {"engine": ("an argument",)}
+    plan = replace(make_train_plan(), reasons=passed)
+    with pytest.raises(TypeError, match="The dicts of a TrainPlan are read-only"):
+        CHANGES[change](plan.reasons)
+    assert plan.reasons == {"engine": ("an argument",)}
+
+    passed.clear()
+    assert plan.reasons["engine"] == ("an argument",)
 
 
 FSDP2 = partial(FullyShardedDataParallelPlugin, fsdp_version=2)
