@@ -49,7 +49,7 @@ def train() -> tuple[str, float]:
 
 @pytest.mark.parametrize(("version", "engine"), [("2: fully_shard", "fsdp2"), ("1: Fully", "fsdp1")])
 def test_the_defaults_of_fsdp_train_a_plain_model(world: Any, version: str, engine: str) -> None:
-    values = ask_all(Enter(**{"spread": "(FSDP)", "Which FSDP": version}), gpus=0)
+    values = ask_all(Enter(**{"distributed": "(FSDP)", "Which FSDP": version}), gpus=0)
     assert values is not None
     assert values["fsdp_config"]["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
     settings = resolve(launch_command_parser().parse_args(["x.py"]), LaunchConfig.from_values(values), {})

@@ -883,7 +883,7 @@ def test_a_checkpoint_restores_the_same_objects_and_is_rejected_where_it_does_no
     other = world.run(loaded, 0 if stage else 2, folder, timeout_s=100)[0]
     assert f"zero_stage={0 if stage else 2} here" in other
     if stage == 2:
-        assert "is of 2 processes, and there are 1" in world.run(loaded, 2, folder, size=1, timeout_s=100)[0]
+        assert "is of 2 processes, but there are 1" in world.run(loaded, 2, folder, size=1, timeout_s=100)[0]
         assert "written under DeepSpeed" in world.run(loaded, None, folder, timeout_s=100)[0]
 
 

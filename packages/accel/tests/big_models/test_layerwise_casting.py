@@ -324,6 +324,6 @@ def test_bad_input_is_named() -> None:
         LayerwiseCastingHook(FP8, "bf16", False)  # type: ignore[arg-type]
     model = make()
     attach_layerwise_casting_hooks(model, FP8, BF16, ("proj", "conv"))
-    with pytest.raises(ValueError, match=r"first\.0 has a hook for layer-wise casting already"):
+    with pytest.raises(ValueError, match=r"first\.0 already has a hook for layer-wise casting"):
         attach_layerwise_casting_hooks(model, FP8, BF16)
     assert small(model) == ["first.0"]
