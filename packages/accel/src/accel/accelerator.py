@@ -218,7 +218,8 @@ class Accelerator:
     def gradient_state(self) -> GradientState:
         """The state of the accumulation window, which optimizers, schedulers and loaders read.
 
-        Another one that is set here, between two windows, is followed by all of them.
+        Another one that is set here is followed by all of them. Inside a loop over a loader that is a
+        ValueError, as the new state would not see the loader's end.
         """
         return self.run.gradient_state
 
@@ -249,6 +250,9 @@ class Accelerator:
         """The loss scaler of fp16 training, else None.
 
         Another one that is set here, between two windows, scales the losses and steps prepared optimizers.
+        If parameters are sharded, it must be one of `accel.utils.get_fsdp2_grad_scaler`, with which all
+        processes skip the same steps; any other is a ValueError. So is every scaler under DeepSpeed and
+        Megatron-LM, which scale losses themselves.
         """
         return self.run.scaler
 

@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.engines.base import Loaders
 from accel.engines.common.loader import EngineLoader
+from accel.engines.megatron.engine import MegatronLMGradients
+from accel.engines.sharded.engine import ShardedGradients
 from accel.training.prepared_objects import PreparedObjects
+from accel.utils import get_fsdp2_grad_scaler
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin
@@ -188,6 +191,22 @@ def test_another_scaler_scales_losses_and_steps_what_is_prepared():
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
+def test_a_scaler_that_an_engine_cannot_use_is_refused():
+    accelerator = Accelerator(cpu=True)
+    for gradients_type, message in [
+        (ShardedGradients, r"DTensorGradScaler, got a GradScaler.*accel\.utils\.get_fsdp2_grad_scaler"),
+        (MegatronLMGradients, "scales losses itself"),
+    ]:
+        accelerator.engine.gradients_type = gradients_type
+        with pytest.raises(ValueError, match=message):
+            accelerator.scaler = torch.amp.GradScaler("cpu")
+        assert accelerator.scaler is accelerator.engine.context.scaler is None
+        accelerator.scaler = None
+    accelerator.engine.gradients_type = ShardedGradients
+    accelerator.scaler = scaler = get_fsdp2_grad_scaler()
+    assert accelerator.engine.context.scaler is scaler
+
+
 class Counting(Observer):
     """Counts the steps that it sees."""
 
@@ -219,12 +238,26 @@ def test_another_gradient_state_is_followed_by_all_that_is_prepared():
     assert other.events is None
 
 
+def test_another_gradient_state_is_refused_inside_a_loop_over_a_loader():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(objects()[2])
+    before = accelerator.gradient_state
+    other = GradientState.new()
+    for _ in loader:
+        with pytest.raises(ValueError, match="outside of loops over loaders"):
+            accelerator.gradient_state = other
+        assert accelerator.gradient_state is accelerator.window.gradient_state is before
+    accelerator.gradient_state = other
+    assert loader.gradient_state is other
+
+
 @pytest.mark.parametrize(
     "name", ["state", "gradient_state", "window", "engine", "scaler", "trackers", "log_with"]
 )
 def test_the_parts_of_an_accelerator_can_be_replaced(name):
     accelerator = Accelerator(cpu=True)
-    other = GradientState.new() if name == "gradient_state" else object()
+    others = {"gradient_state": GradientState.new(), "scaler": torch.amp.GradScaler("cpu")}
+    other = others.get(name) or object()
     before = getattr(accelerator, name)
     setattr(accelerator, name, other)
     assert getattr(accelerator, name) is other

@@ -60,7 +60,13 @@ def set_accumulation_steps(run: Run, steps: int) -> None:
 
 
 def set_scaler(run: Run, scaler: torch.amp.GradScaler | None) -> None:
-    """Scale losses by another scaler from here on, and step all prepared optimizers through it."""
+    """Scale losses by another scaler from here on, and step all prepared optimizers through it.
+
+    Raises:
+        ValueError: If the engine cannot step through it.
+    """
+    if scaler is not None:
+        _check_scaler(run, scaler)
     run.scaler = scaler
     run.engine.context = replace(run.engine.context, scaler=scaler)
     for item in run.prepared.optimizers:
@@ -68,8 +74,31 @@ def set_scaler(run: Run, scaler: torch.amp.GradScaler | None) -> None:
             item.set_scaler(scaler)
 
 
+def _check_scaler(run: Run, scaler: torch.amp.GradScaler) -> None:
+    gradients_type = run.engine.gradients_type
+    default = gradients_type.make_scaler(run.process.device.type)
+    if default is None:
+        raise ValueError(f"accelerator.scaler is set, but {run.engine.name} scales losses itself.")
+    if not isinstance(scaler, type(default)):
+        # With another one each process would decide from its own shards which steps to skip.
+        fix = " Make it by accel.utils.get_fsdp2_grad_scaler()." if gradients_type.are_sharded else ""
+        raise ValueError(
+            f"accelerator.scaler: {run.engine.name} needs a {type(default).__name__}, got a "
+            f"{type(scaler).__name__}.{fix}"
+        )
+
+
 def set_gradient_state(run: Run, state: GradientState) -> None:
-    """Let the window, the engine, all that is prepared and the observers follow another gradient state."""
+    """Let the window, the engine, all that is prepared and the observers follow another gradient state.
+
+    Raises:
+        ValueError: If a loader is being iterated, whose end the other state would not see.
+    """
+    if run.gradient_state.in_dataloader:
+        raise ValueError(
+            "accelerator.gradient_state is set while a loader is being iterated. Set it outside of loops "
+            "over loaders: the new state would not see the end of this one."
+        )
     before, run.gradient_state = run.gradient_state, state
     run.window.gradient_state = state
     run.engine.context = replace(run.engine.context, gradient_state=state)
