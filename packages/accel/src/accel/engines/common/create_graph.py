@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,17 @@ def reject_create_graph(modules: Iterable[torch.nn.Module], engine: str) -> None
             inside the model's forward (forces as the gradient of an energy), or at an output of any class.
         engine: The name of the engine.
     """
+    after_forward = partial(_after_forward, partial(_reject, engine))
     for module in dict.fromkeys(modules):
-        module.register_forward_hook(partial(_after_forward, engine))
+        module.register_forward_hook(after_forward)
 
 
-def _after_forward(engine: str, model: Any, inputs: Any, output: Any) -> None:
+def _after_forward(reject: Callable[[torch.Tensor], None], model: Any, inputs: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for item in flatten(output)[0]:
+        # This runs after every split layer, nearly all of which return one tensor.
+        for item in (output,) if type(output) is torch.Tensor else flatten(output)[0]:
             if isinstance(item, torch.Tensor) and item.requires_grad:
-                item.register_hook(partial(_reject, engine))  # type: ignore[no-untyped-call]
+                item.register_hook(reject)  # type: ignore[no-untyped-call]
 
 
 def _reject(engine: str, gradient: torch.Tensor) -> None:
