@@ -1,5 +1,6 @@
 import inspect
 import random
+import sys
 from itertools import cycle, zip_longest
 from unittest import mock
 
@@ -32,6 +33,7 @@ from accel_data import (
     sample_seed,
     skip_first_batches,
 )
+from accel_data.order import global_order
 from accel_data.order.presharded_sampler import PreshardedBatchSampler
 from accel_ops.rng import set_seed
 from accel_state.gradient import GradientState
@@ -823,6 +825,18 @@ def test_a_sampler_that_repeats_its_length_without_end_is_refused(make):
         loader = prepare_data_loader(make(range(12), **options), num_processes=2, process_index=0)
         with pytest.raises(ValueError, match=r"repeat without end: its length is \d+, and it gave 200000"):
             next(iter(loader))
+
+
+@pytest.mark.parametrize("length", [sys.maxsize, 10**9])
+def test_a_sampler_with_a_huge_length_is_refused_before_its_entries_fill_the_memory(length, monkeypatch):
+    class Huge(WithoutEnd):
+        def __len__(self):
+            return length
+
+    monkeypatch.setattr(global_order, "_LISTED_AT_MOST", 300_000)
+    loader = prepare_data_loader(DataLoader(range(12), 4, sampler=Huge()))
+    with pytest.raises(ValueError, match=f"repeat without end: its length is {length}, and it gave 300000"):
+        next(iter(loader))
 
 
 def test_a_sampler_may_give_more_than_its_length():

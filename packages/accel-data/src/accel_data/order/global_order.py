@@ -29,6 +29,7 @@ KEYED_FROM = 2**27
 
 _CHUNK = 1024  # entries taken at once from a sampler without a length
 _SURELY_FINITE = 100_000  # entries that are listed from a sampler of any length
+_LISTED_AT_MOST = 2**28  # entries of a sampler: a list of as many integers takes 10 GB
 _BLOCK = 8192  # entries of an order converted to a list at once
 
 
@@ -229,7 +230,8 @@ def _entries(sampler: Any) -> list[Any]:
     """List the entries of a sampler.
 
     Raises:
-        ValueError: If it gives so many more than its length that it seems to repeat without end.
+        ValueError: If it gives so many more than its length that it seems to repeat without end, or too many
+            to list.
     """
     iterator = iter(sampler)
     entries = list(islice(iterator, _SURELY_FINITE))
@@ -239,13 +241,14 @@ def _entries(sampler: Any) -> list[Any]:
         length = len(sampler)
     except (AttributeError, TypeError, NotImplementedError):  # inherited, and not for this class
         return [*entries, *iterator]
-    limit = 2 * max(length, _SURELY_FINITE)  # the length may be an estimate
+    limit = min(2 * max(length, _SURELY_FINITE), _LISTED_AT_MOST)  # the length may be an estimate
     entries += islice(iterator, limit - len(entries))
     if len(entries) == limit:
         name = type(sampler).__name__
         raise ValueError(
-            f"{name} seems to repeat without end: its length is {length}, and it gave {limit} entries. End "
-            f"its iteration after an epoch; or remove {name}.__len__, so that it is read step by step."
+            f"{name} is too long to list, or seems to repeat without end: its length is {length}, and it "
+            f"gave {limit} entries. End its iteration after an epoch; or remove {name}.__len__, so that it "
+            "is read step by step."
         )
     return entries
 
