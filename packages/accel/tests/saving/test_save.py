@@ -257,6 +257,8 @@ def test_misspelt_options_are_errors_and_others_go_on(tmp_path):
     assert not (tmp_path / "a").exists()
     with pytest.warns(UserWarning, match="save_state ignores tag"):  # an option of DeepSpeed
         accelerator.save_state(tmp_path / "a", tag="step_1")
+    with pytest.warns(UserWarning, match="save_state ignores runs"):  # `run` is not public
+        accelerator.save_state(tmp_path / "a", runs=1)
     with pytest.raises(TypeError, match=r"load_state\(\) has no argument 'missing_okay'.*'missing_ok'"):
         accelerator.load_state(tmp_path / "b", missing_okay=True)
     assert accelerator.load_state(tmp_path / "a", assign=False)  # an option of load_state_dict

@@ -213,7 +213,12 @@ def reject_misspelt(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters
-    return [name for name, one in parameters.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
+    # `run` is the first argument of our functions, which methods of the Accelerator pass.
+    return [
+        name
+        for name, one in parameters.items()
+        if name not in ("self", "run") and one.kind is not one.VAR_KEYWORD
+    ]
 
 
 def resolve_deprecated(
