@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -57,6 +58,10 @@ def check_same_order(
         unit.register_forward_hook(partial(order.leave, number), prepend=True)
 
 
+# By the store of a process group: how many models its processes have prepared, the same on all; and its
+# number among the groups that used the same server, where an earlier one has left keys.
+_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _PAUSES_S = (0.0005, 0.02)  # between two polls of the store: the first, and the longest
 
 
@@ -67,11 +72,8 @@ class _Order:
         self.reference: list[int] | None = None  # all of it
         self.passes = self.position = 0  # forward passes, and where in the reference this one is
         self.is_training = self.has_warned = self.has_queued = False
-        base = default_store()
-        assert base is not None, "several processes have a process group"
-        # The same on all processes, which prepare the same models; new in a store that was used before.
-        number = prefixed("accel/order", base).add(f"models/{process.rank}", 1)
-        self.prefix = f"accel/order/{number}"
+        store = default_store()
+        _models[store] = self.model = _models.get(store, 0) + 1
         self.agreements = 0
 
     def begin(self, *_: Any) -> None:
@@ -139,7 +141,10 @@ class _Order:
                 f"this process waits for the others, here and wherever it happens again. {self.fix}",
                 about="process",
             )
-        store: Any = prefixed(self.prefix, default_store())  # type: ignore[arg-type]
+        base: Any = default_store()
+        if base not in _groups:
+            _groups[base] = prefixed("accel/order", base).add(f"groups/{rank}", 1)
+        store: Any = prefixed(f"accel/order/{_groups[base]}/{self.model}", base)
         keys = [f"{self.agreements}/{each}" for each in range(self.process.world_size)]
         store.set(keys[rank], f"{number} {self.position} {self.passes}")
         self.wait(store, keys, place)
