@@ -33,7 +33,7 @@ _registered_plugin_class: _PluginClass | None = None
 
 
 def register_plugin_class(plugin_class: _PluginClass) -> None:
-    """Register what makes the plugins that the environment asks for, where `make_train_plan` gets none.
+    """Register what makes the plugins that the environment requests, where `make_train_plan` gets none.
 
     Args:
         plugin_class: Returns the class of an argument's plugins.
@@ -61,10 +61,10 @@ _ENGINE_ARGUMENTS = {
 class _ReadOnlyDict(dict[str, Any]):
     """A dict that cannot be changed. Unlike a MappingProxyType, it can be pickled and deep-copied."""
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _reject(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("The dicts of a TrainPlan are read-only.")
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _reject
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default pickle and copy would set the items one by one.
@@ -81,14 +81,14 @@ class TrainPlan:
     Attributes:
         engine: The engine's name, such as "ddp"; None until `on`, where the number of processes decides. `on`
             completes that of a mesh by its axes, such as "fsdp2 x tp". It stays None where the environment
-            asks for FSDP and accel, which has the plugin with the version, is not imported.
+            requests FSDP and accel, which has the plugin with the version, is not imported.
         distributed_type: The engine as `Accelerator.distributed_type` names it; None until `on`, likewise.
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         plugins: The plugins by their argument; at most one of them chooses the engine.
         engine_settings: What chose the engine: a plugin, a dict of DeepSpeed's, or the settings of an engine
             of another package; None if nothing did.
         torch_tp_plugin: The older way to give tp_size, as it was passed.
-        parallelism: The sizes of the mesh's axes as they were asked for; None if they were not.
+        parallelism: The requested sizes of the mesh's axes; None if none were requested.
         dynamo: How models are compiled.
         accumulation: Micro-batches per optimizer step, and what goes with them.
         device_placement: Whether prepared objects and batches go to the device.

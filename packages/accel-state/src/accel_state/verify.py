@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_state import env
+from accel_state.logging.warning import warn
 
 _P = TypeVar("_P")  # str, a path, or None
 
@@ -36,3 +37,12 @@ def output_path(path: _P) -> _P:
         real_path = root.joinpath(*real_path.parts[1:])  # without the root, or the drive
     (real_path if os.path.isdir(user_path) else real_path.parent).mkdir(parents=True, exist_ok=True)
     return str(real_path) if isinstance(user_path, str) else real_path  # type: ignore[return-value]
+
+
+def warn_without_checkpoint(function: str) -> None:
+    """Warn that a function loads nothing, since this run of `accel verify` has saved nothing there.
+
+    Args:
+        function: Its name.
+    """
+    warn(f"{function} restores nothing: under `accel verify` a script starts without a checkpoint.")

@@ -50,7 +50,7 @@ def _wait_on_main(
     """Wait for the other ranks, and release them; return those that have not come."""
     ranks = range(1, process.world_size)
     impatient_at: float | None = time.monotonic() + patience_s
-    for _ in _polls(limit_s):
+    for _ in polls(limit_s):
         if store.check([f"waits/{rank}" for rank in ranks]):
             for rank in ranks:
                 store.set(f"go/{rank}", "")
@@ -68,7 +68,7 @@ def _missing(store: Any, ranks: range) -> list[int]:
 def _wait_for_main(store: Any, rank: int, limit_s: float) -> list[int]:
     waits, go = f"waits/{rank}", f"go/{rank}"
     store.set(waits, "")
-    for _ in _polls(limit_s):
+    for _ in polls(limit_s):
         if store.check([go]):
             store.delete_key(waits)  # before the collectives that follow, so before the next call
             store.delete_key(go)
@@ -80,8 +80,12 @@ def _describe_ranks(ranks: list[int]) -> str:
     return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _polls(seconds: float) -> Iterator[None]:
-    """Yield at once, and then after pauses until the time is over."""
+def polls(seconds: float) -> Iterator[None]:
+    """Yield at once, and then after growing pauses until the time is over.
+
+    Args:
+        seconds: The time, in seconds.
+    """
     give_up_at = time.monotonic() + seconds
     pause, longest = _PAUSES_S
     yield

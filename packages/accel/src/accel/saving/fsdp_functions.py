@@ -29,8 +29,7 @@ from accel_ckpt.sharded.optimizer import load_sharded_optimizer, sharded_state_t
 from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
 from accel_ckpt.training_state.optimizer_groups import match_groups
 from accel_ckpt.training_state.undo import undo_on_error
-from accel_state.logging.warning import warn
-from accel_state.verify import is_verifying, output_path
+from accel_state.verify import is_verifying, output_path, warn_without_checkpoint
 
 if TYPE_CHECKING:
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -239,7 +238,7 @@ def _is_sharded(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
 def _is_missing_under_verify(function: str, folder: Folder, name: str) -> bool:
     if not is_verifying() or Path(folder, name).exists():
         return False
-    warn(f"{function} restores nothing: under `accel verify` a script starts without a checkpoint.")
+    warn_without_checkpoint(function)
     return True
 
 

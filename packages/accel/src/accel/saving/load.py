@@ -21,7 +21,7 @@ from accel_ckpt.folder.reader import CheckpointReader, open_checkpoint
 from accel_ckpt.training_state.load import Objects, restore
 from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
-from accel_state.verify import is_verifying, output_path
+from accel_state.verify import is_verifying, output_path, warn_without_checkpoint
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -83,7 +83,7 @@ def _restore(
     input_dir = output_path(input_dir)
     if (missing_ok or is_verifying()) and not _any_checkpoint_exists(run, input_dir):
         if is_verifying():
-            warn("load_state restores nothing: under `accel verify` a script starts without a checkpoint.")
+            warn_without_checkpoint("load_state")
         return False
     read = (run.process, map_location, dict(load_kwargs or {}), verify)
     if input_dir is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives.store_barrier import polls
 from accel_ops.debug.store import default_store, prefixed
 from accel_ops.trees.walk import flatten
 from accel_state.logging.warning import warn
@@ -62,7 +62,6 @@ def check_same_order(
 # number among the groups that used the same server, where an earlier one has left keys.
 _models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_PAUSES_S = (0.0005, 0.02)  # between two polls of the store: the first, and the longest
 
 
 class _Order:
@@ -74,7 +73,7 @@ class _Order:
         self.is_training = self.has_warned = self.has_queued = False
         store = default_store()
         _models[store] = self.model = _models.get(store, 0) + 1
-        self.agreements = 0
+        self.changes = 0
 
     def begin(self, *_: Any) -> None:
         self.is_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -91,7 +90,7 @@ class _Order:
             elif self.reference[self.position : self.position + 1] == [number]:
                 self.position += 1
             else:
-                self.agree(number)
+                self.compare_change(number)
 
     def leave(self, number: int, module: Any, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -123,9 +122,9 @@ class _Order:
             self.compare(len(self.names) - 1, "forward")
             self.reference = self.seen
         elif self.position < len(self.reference):
-            self.agree(len(self.names) - 1)
+            self.compare_change(len(self.names) - 1)
 
-    def agree(self, number: int) -> None:
+    def compare_change(self, number: int) -> None:
         """Raise unless all processes differ from the first pass here: in one place, at the same module.
 
         Through the store, as a process that does not differ is in a collective of the engine. From here the
@@ -145,31 +144,25 @@ class _Order:
         if base not in _groups:
             _groups[base] = prefixed("accel/order", base).add(f"groups/{rank}", 1)
         store: Any = prefixed(f"accel/order/{_groups[base]}/{self.model}", base)
-        keys = [f"{self.agreements}/{each}" for each in range(self.process.world_size)]
+        keys = [f"{self.changes}/{each}" for each in range(self.process.world_size)]
         store.set(keys[rank], f"{number} {self.position} {self.passes}")
-        self.wait(store, keys, place)
+        limit_s = store.timeout.total_seconds()
+        if not any(store.check(keys) for _ in polls(limit_s)):
+            raise RuntimeError(
+                f"{place}, and not all other processes came there within {limit_s:g} s (the process group's "
+                f"timeout). {self.fix}"
+            )
         found = [tuple(map(int, text.split())) for text in store.multi_get(keys)]
         if len(set(found)) > 1:
             self.reject([each[0] for each in found], f"forward pass {self.passes}", number)
-        if self.agreements:  # all have read the previous ones
-            store.delete_key(f"{self.agreements - 1}/{rank}")
-        self.agreements += 1
-        for later in (range(self.position, len(self.reference)), range(self.position)):
-            if number in (following := [self.reference[index] for index in later]):
-                self.position = later[following.index(number)] + 1
-                return
-
-    def wait(self, store: Any, keys: list[str], place: str) -> None:
-        timeout_s = store.timeout.total_seconds()
-        give_up_at, pause_s = time.monotonic() + timeout_s, _PAUSES_S[0]
-        while not store.check(keys):
-            if time.monotonic() > give_up_at:
-                raise RuntimeError(
-                    f"{place}, and not all other processes came there within {timeout_s:g} s (the process "
-                    f"group's timeout). {self.fix}"
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _PAUSES_S[1])
+        if self.changes:  # all have read the previous ones
+            store.delete_key(f"{self.changes - 1}/{rank}")
+        self.changes += 1
+        following = self.reference[self.position :]
+        if number in following:
+            self.position += following.index(number) + 1
+        elif number in self.reference:
+            self.position = self.reference.index(number) + 1
 
     def compare(self, number: int, what: str) -> None:
         """Raise on all processes if they are at different modules."""
