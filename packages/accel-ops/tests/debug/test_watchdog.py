@@ -274,7 +274,9 @@ for name, (size, body, abort, port) in scenarios.items():
         if name != "well":  # called last
             atexit.register(lambda: os._exit(int(hasattr(sys, "last_value"))))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
-        watchdog.ANSWER_S = 9 if name.startswith("stops") else 30  # patient on a busy machine
+        # Patient on a busy machine: a process that gets no answer from the store in time reports as well.
+        watchdog.ANSWER_S = 9 if name.startswith("stops") else 30
+        watchdog._STORE_S = 1 if name == "stops 0" else 10
         watchdog.Watchdog(PartialState().process, 5.0 if name == "well" else 1.5, abort)
         # Else one that starts late is reported in place of what the scenario is about.
         open(f"{folder}/started {name} {rank}", "w").close()

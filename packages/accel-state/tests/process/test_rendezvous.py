@@ -91,7 +91,7 @@ def test_only_own_groups_are_destroyed_at_exit(world: World) -> None:
 
 
 def _destroys_own() -> bool:
-    PartialState()
+    PartialState().wait_for_everyone()  # gloo of another process may still be connecting
     rendezvous._destroy_at_exit()
     return not dist.is_initialized()
 
