@@ -24,8 +24,8 @@ FILES = {
     "accel": {"face.py": "import accel_ops.tree\ndef f():\n    import tqdm"},
 }
 DEPENDENCIES = {
-    "accel_state": ["torch>=2.6"],
-    "accel_ops": ["torch>=2.6", "accel-state>=0.1,<0.2"],
+    "accel_state": ["torch>=2.10"],
+    "accel_ops": ["torch>=2.10", "accel-state>=0.1,<0.2"],
     "accel_launch": ["PyYAML", "accel-state>=0.1,<0.2"],
     "accel": ["accel-ops>=0.1,<0.2"],
 }

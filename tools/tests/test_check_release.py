@@ -16,8 +16,8 @@ from release.isolated import closure
 from repo_checks.tree import Package, packages
 
 DEPENDENCIES = {
-    "accel_state": ["torch>=2.6"],
-    "accel_ops": ["torch>=2.6", "accel-state>=0.2,<0.3"],
+    "accel_state": ["torch>=2.10"],
+    "accel_ops": ["torch>=2.10", "accel-state>=0.2,<0.3"],
     "accel": ["accel-ops>=0.2,<0.3"],
 }
 
@@ -127,7 +127,7 @@ def test_one_version(repository, capsys, version, expected):
 
 @pytest.mark.parametrize("declared", ["accel-state>=0.1,<0.3", "accel-state>=0.2", "accel-state==0.2.0"])
 def test_ranges_are_of_the_present_minor_version(repository, declared):
-    write_dependencies(repository, "accel_ops", ["torch>=2.6", declared])
+    write_dependencies(repository, "accel_ops", ["torch>=2.10", declared])
     build(repository)
     (problem,) = check_release.problems(repository)
     assert "is not the range of accel-state 0.2.0; write accel-state>=0.2,<0.3" in problem

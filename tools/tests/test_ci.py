@@ -45,7 +45,7 @@ NEEDED = {
     "test": ("default",),
     "clients:test": ("clients", "accelerate"),
     "alone:test": ("alone",),
-    "matrix.py3.11-2.6:test": ("matrix.py3.11-2.6",),
+    "matrix.py3.11-2.10:test": ("matrix.py3.11-2.10",),
     "matrix.py3.11-newest:test": ("matrix.py3.11-newest",),
 }
 ALONE = {"lint:check", "release:check", "wheels:test"}  # these make their environments themselves

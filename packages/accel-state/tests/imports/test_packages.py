@@ -156,6 +156,6 @@ def test_compare_versions_rejects_what_it_cannot_compare():
 
 def test_is_torch_version():
     assert Version(torch.__version__).public == Version(installed_version("torch")).public
-    assert is_torch_version(">=", "2.6.0")
+    assert is_torch_version(">=", "2.10.0")
     assert is_torch_version("==", Version(torch.__version__).public)
-    assert not is_torch_version("<", "2.6.0")
+    assert not is_torch_version("<", "2.10.0")

@@ -217,7 +217,7 @@ class SafePlanner(DefaultLoadPlanner):
         """Put a value into the state dict that is loaded."""
         name = read_item.dest_index.fqn
         loaded = values.decode(tensors.load(value, map_location="cpu"))
-        # As DefaultLoadPlanner.load_bytes of torch 2.6 to 2.15, but for weights_only.
+        # As DefaultLoadPlanner.load_bytes of torch 2.10 to 2.15, but for weights_only.
         if not self.flatten_state_dict:
             self.state_dict[name] = loaded
             return

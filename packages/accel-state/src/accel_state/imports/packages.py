@@ -136,7 +136,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
     Args:
         operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
-        version: The version to compare with, e.g. `2.6.0`.
+        version: The version to compare with, e.g. `2.10.0`.
 
     Returns:
         The truth of `torch operation version`.

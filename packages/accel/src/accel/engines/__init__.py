@@ -49,7 +49,7 @@ class EngineEntry:
     needs: tuple[str, ...] = ()
 
 
-_TORCH = "torch 2.6 or newer, built with torch.distributed"
+_TORCH = "torch 2.10 or newer, built with torch.distributed"
 
 ENGINES: dict[str, EngineEntry] = {
     "single": EngineEntry("accel.engines.single:SingleEngine", "pip install torch"),

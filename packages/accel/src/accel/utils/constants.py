@@ -16,14 +16,14 @@ __all__ = [
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
 ]
 
-BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.10.0"
 """The oldest torch that tensor parallelism takes: the oldest that accel takes."""
 
 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "5.23.0"
 """The oldest transformers whose models' plans were tried."""
 
-BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.13.0"
-"""The oldest torch that context parallelism takes, which calls torch's own ring attention."""
+BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.10.0"
+"""The oldest torch that context parallelism takes: the oldest that accel takes."""
 
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.19.0"
 """The oldest DeepSpeed that sequence parallelism takes."""

@@ -50,5 +50,5 @@ def _installed_torch() -> str:
 def _requirement(torch_version: str) -> str:
     """Return torch_xla's requirement; its versions are those of torch, patch releases aside."""
     major, minor = torch_version.split(".")[:2]
-    # ~= allows patch releases alone, as torch_xla 2.6.x is built for torch 2.6.
+    # ~= allows patch releases alone, as torch_xla 2.9.x is built for torch 2.9.
     return f"torch_xla[tpu]~={major}.{minor}.0"

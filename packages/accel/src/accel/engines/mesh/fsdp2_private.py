@@ -1,6 +1,6 @@
 """Full tensors that `fully_shard` keeps: unreduced gradients and unsharded parameters.
 
-The only module that reads torch's private state of `fully_shard` (torch 2.6 to 2.15).
+The only module that reads torch's private state of `fully_shard` (torch 2.10 to 2.15).
 """
 
 from __future__ import annotations

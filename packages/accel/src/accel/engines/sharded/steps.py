@@ -13,7 +13,7 @@ from accel.engines.sharded.activation_checkpointing import apply_activation_chec
 from accel.engines.sharded.groups import choose_groups, ignored_parameters
 from accel_state import env
 
-# The prefixes that torch's wrappers put into names of parameters (torch 2.6 to 2.15).
+# The prefixes that torch's wrappers put into names of parameters (torch 2.10 to 2.15).
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 

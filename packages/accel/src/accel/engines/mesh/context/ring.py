@@ -1,6 +1,6 @@
 """Ring attention: queries stay, and the keys and values of all processes come by, one part at a time.
 
-The one place that calls torch's own ring, which is private (as torch 2.6 to 2.15 have it). torch runs it for
+The one place that calls torch's own ring, which is private (as torch 2.10 to 2.15 have it). torch runs it for
 the fused kernels of accelerators; here the kernel of the CPU goes through the same two templates.
 
 Sequences are in *balanced* parts: cut into 2n pieces over n processes, of which process r has pieces r and
@@ -176,7 +176,7 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
         _ = module._templated_ring_attention, module._templated_ring_attention_backward
     except (ImportError, AttributeError, KeyError) as error:
         raise RuntimeError(
-            "Context parallelism calls the ring attention of torch 2.6 to 2.15, and torch "
+            "Context parallelism calls the ring attention of torch 2.10 to 2.15, and torch "
             f"{torch.__version__} does not have it where it was ({error}). Install one of these versions, or "
             "set cp_size=1."
         ) from error
