@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accel_ckpt
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
-from accel_world.sharding import fully_shard
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -45,7 +45,7 @@ class Training:
         if kind == "sharded":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for part in (model[0], model[2], model):
-                fully_shard(part, mesh)
+                fully_shard(part, mesh=mesh)
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

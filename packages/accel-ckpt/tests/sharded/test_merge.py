@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -23,7 +24,6 @@ from accel_ckpt.sharded import dcp_reader, merge_command
 from accel_ckpt.sharded.merge import _put, merge_fsdp_weights
 from accel_ckpt.sharded.save_load import save_sharded_state
 from accel_state.imports.packages import is_torch_version
-from accel_world.sharding import fully_shard
 
 
 def save(folder: str) -> dict[str, torch.Tensor]:
@@ -32,8 +32,8 @@ def save(folder: str) -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3).bfloat16())
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     if dist.is_initialized():
-        fully_shard(model[0], init_device_mesh("cpu", (dist.get_world_size(),)))
-        fully_shard(model[2], init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model[2], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     save_sharded_state(folder, [model])
     return whole
 

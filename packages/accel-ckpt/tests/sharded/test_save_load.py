@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -35,7 +36,6 @@ from accel_ckpt.sharded.save_load import (
     write_sharded,
 )
 from accel_state.process.state import current_process
-from accel_world.sharding import fully_shard
 
 pytestmark = pytest.mark.core
 
@@ -46,7 +46,7 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (model[0], model[2], model):
-            fully_shard(part, mesh)
+            fully_shard(part, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 

@@ -42,29 +42,6 @@ def reduce_gradients(model: FSDPModule) -> None:
         state._root_post_backward_final_callback()
 
 
-def reduce_unused(unit: FSDPModule) -> None:
-    """Make torch 2.6 reduce, at the end of a backward pass, gradients of units that it did not reach.
-
-    Later versions do so themselves. On CPUs 2.6 also fails on unused all-gathers, by waiting on CUDA.
-    """
-    state: Any = unit._get_fsdp_state()
-    state._root_post_backward_final_callback = partial(_finish_backward, weakref.ref(state))
-
-
-def _finish_backward(reference: weakref.ref[Any]) -> None:
-    state: Any = reference()
-    for each in state._state_ctx.all_states:
-        group = each._fsdp_param_group
-        if group is None:
-            continue
-        if group.reduce_grads and any(_unreduced(parameter) is not None for parameter in group.fsdp_params):
-            group.post_backward()
-        if group._all_gather_result is not None and group.device.type == "cpu":
-            group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
-    # The class's method, as the instance's is this function.
-    type(state)._root_post_backward_final_callback(state)
-
-
 def reduce_unused_as_zeros(unit: FSDPModule, unused: list[Any]) -> None:
     """Reduce zeros for parameters that a backward pass does not use here: other ranks may use them.
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from accel.engines.mesh.fsdp2_private import reshard_after_evaluation
 from accel.engines.mesh.shared_meshes import SharedMeshes
-from accel.engines.mesh.torch_compat import fully_shard
 from accel.engines.sharded.initial_weights import Names, WeightSource, materialize_group, materialize_rest
 
 
@@ -189,7 +188,7 @@ def shard(
     # Buffers and ignored parameters are not sharded, so they have to start equal on all processes.
     keep = materialize_rest(model, ignored, how.source)
     options: dict[str, Any] = {"mp_policy": how.precision}
-    # torch 2.6 lacks the option: passed only where it is needed.
+    # Not if it is empty: `fully_shard` would leave out modules without parameters too.
     if keep:
         options["ignored_params"] = keep
     # Memory can be pinned only with an accelerator.
@@ -203,7 +202,7 @@ def shard(
         materialize_group(model, module, keep | done, names, how.source)
         # Backward needs the outermost group first, so torch keeps it unsharded by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
-        sharded = fully_shard(module, how.source.mesh, reshard, **options)
+        sharded = fully_shard(module, mesh=how.source.mesh, reshard_after_forward=reshard, **options)
         meshes.deduplicate_meshes(sharded)
         if not reshard:
             reshard_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, debug
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from accel.engines.mesh.context.language_models import text_config
 from accel.engines.mesh.tensor.replicated_weights import SummedGradients
-from accel.engines.mesh.torch_compat import parallelize_module
 from accel.engines.sharded.groups import aliases
 from accel.engines.sharded.initial_weights import Names, WeightSource, materialize_group, put_parameter
 
@@ -233,7 +237,8 @@ def split_weights(
         name, style = pending.pop(module)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
         materialize_group(model, module, done, names, source)
-        parallelize_module(module, mesh, style)
+        # None: each process has the full weights, and takes its part without asking.
+        parallelize_module(module, mesh, style, src_data_rank=None)
         for tied in shared:
             # `parallelize_module` creates new parameters, which unties those of other modules.
             in_module = [other for other in tied if other.rpartition(".")[0] == name]
