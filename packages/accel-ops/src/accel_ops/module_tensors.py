@@ -11,7 +11,6 @@ import torch
 from torch.nn import Parameter
 
 from accel_ops.modules import unsaved_buffers
-from accel_ops.torch_compat import shard_replicated
 from accel_state.devices.table import DEVICES, existing_device
 from accel_state.logging.warning import warn
 
@@ -341,7 +340,11 @@ def _as_replacement(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             f"the parameter is a {type(old).__name__}, and its value a plain tensor, which would replace it. "
             f"Give a {type(old).__name__}, or set the value before the model is converted."
         )
-    return shard_replicated(value.detach(), old.device_mesh, old.placements)
+    # None: each process takes its part of what it has, without communication.
+    shard: torch.Tensor = tensor.distribute_tensor(
+        value.detach(), old.device_mesh, old.placements, src_data_rank=None
+    )
+    return shard
 
 
 def _target_dtype(old: torch.Tensor, data: torch.Tensor) -> torch.dtype:

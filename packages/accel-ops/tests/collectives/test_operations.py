@@ -16,7 +16,6 @@ from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, 
 from accel_ops.collectives.pack import SMALL_BYTES
 from accel_ops.collectives.pack_sections import as_bytes
 from accel_ops.collectives.padding import pad_across_processes
-from accel_ops.torch_compat import shard_replicated
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.process.info import ProcessInfo
 from accel_state.process.state import PartialState, current_process
@@ -266,9 +265,10 @@ def odd(kind: str) -> Any:
 
 def dtensor() -> torch.Tensor:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    return shard_replicated(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
 
 
 def error_of_odd(name: str, kind: str) -> str:

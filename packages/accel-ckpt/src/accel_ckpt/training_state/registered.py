@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
@@ -24,7 +24,6 @@ from accel_ckpt.folder.all_ranks import all_gather_object, run_on_all_ranks
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_sharded
-from accel_ops.torch_compat import shard_replicated
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.info import ProcessInfo
 
@@ -202,7 +201,8 @@ def _shard_like(value: torch.Tensor, current: Any) -> torch.Tensor:
     if not isinstance(current, DTensor) or current.shape != value.shape:
         return value
     full = value.to(current.device_mesh.device_type)
-    return shard_replicated(full, current.device_mesh, current.placements)
+    # None: each process takes its part of what it has.
+    return distribute_tensor(full, current.device_mesh, current.placements, src_data_rank=None)
 
 
 def _fits(current: Any, entry: Any) -> bool:

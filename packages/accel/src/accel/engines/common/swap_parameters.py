@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
-
-from accel_ops.torch_compat import shard_replicated
 
 
 class ParameterMap:
@@ -82,7 +80,8 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
         return value
     local_device = parameter.to_local().device
     full = value.to(parameter.device_mesh.device_type)
-    shard = shard_replicated(full, parameter.device_mesh, parameter.placements)
+    # None: each process takes its part of what it has.
+    shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return shard if shard.device == local_device else shard.to(local_device)
 
 
