@@ -47,7 +47,6 @@ INTERNAL = {
     "open_loaders",
     "parallelism",
     "parallelism.handlers",
-    "parallelism.torch_compat",
     "process",
     "process.gloo_threads",
     "process.failure",

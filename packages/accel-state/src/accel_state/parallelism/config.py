@@ -28,7 +28,6 @@ from accel_state.parallelism.handlers import (
     check_choice,
     check_count,
 )
-from accel_state.parallelism.torch_compat import init_device_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -239,7 +238,9 @@ class ParallelismConfig:
         """
         if not self.active_mesh_dims:
             return None
+        # On first use, as this module works without torch.
         import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
 
         if not dist.is_initialized():
             # On first use, as it imports torch.
@@ -249,7 +250,7 @@ class ParallelismConfig:
         self.validate(dist.get_world_size() if dist.is_initialized() else 1)
         # Axes of one process are left out: each would cost a process group.
         shape = tuple(self._size(axis) for axis in self.active_mesh_dims)
-        mesh = init_device_mesh(device_type, shape, tuple(self.active_mesh_dims))
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(self.active_mesh_dims))
         self._keep_mesh(mesh)
         return mesh
 

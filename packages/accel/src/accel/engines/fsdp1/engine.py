@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 from accel.engines.base.context import EngineContext, PrepareRequest
@@ -51,10 +52,8 @@ from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.folder.staging import staged
 from accel_state.devices.table import device_spec
-from accel_state.parallelism.torch_compat import init_device_mesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload
 
     from accel_state.process.info import ProcessInfo
@@ -400,7 +399,7 @@ def _make_mesh(strategy: ShardingStrategy, process: ProcessInfo) -> DeviceMesh:
     kind, size, local = process.device.type, process.world_size, process.local_world_size
     # A mesh for plain sharding too: weights are broadcast over its groups.
     if strategy not in _HYBRID:
-        return init_device_mesh(kind, (size,), ("dp_shard",))
+        return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
     if size % local:
         raise ValueError(
             f"sharding_strategy={strategy.name} makes a shard for each process of a machine and a replica "
@@ -408,4 +407,5 @@ def _make_mesh(strategy: ShardingStrategy, process: ProcessInfo) -> DeviceMesh:
             "each, or set FULL_SHARD."
         )
     # Shards inside of a machine, where links are fast, and replicas over machines.
-    return init_device_mesh(kind, (size // local, local), ("dp_replicate", "dp_shard"))
+    names = ("dp_replicate", "dp_shard")
+    return init_device_mesh(kind, (size // local, local), mesh_dim_names=names)

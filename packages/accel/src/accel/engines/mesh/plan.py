@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -19,10 +20,8 @@ from accel.engines.sharded.engine import warn_of_upcast
 from accel.engines.sharded.groups import Groups, aliases
 from accel.engines.sharded.initial_weights import WeightSource, materialize_group, materialize_rest
 from accel_state.logging.warning import warn
-from accel_state.parallelism.torch_compat import init_device_mesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -185,7 +184,8 @@ def find_meshes(context: EngineContext) -> Meshes:
     axes, config, full = context.mesh_axes, context.parallelism, context.mesh
     is_shared = full is not None and full.mesh_dim_names == tuple(axes)
     if full is None or not is_shared:
-        full = init_device_mesh(context.process.device.type, tuple(axes.values()), tuple(axes))
+        device = context.process.device.type
+        full = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     tensor = full["tp"] if "tp" in axes else None
     handler = None if tensor is None or config is None else config.tp_handler
     if handler is not None and handler.enable_async_tp:
