@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-import warnings
 from collections import Counter
 from contextlib import closing, nullcontext
 from itertools import groupby
@@ -52,13 +51,7 @@ def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
 
 def laid_out(whole: torch.Tensor, mesh: DeviceMesh, layout: tuple[str, tuple[Placement, ...]]) -> DTensor:
     part, placements = layout
-    return distributed(whole, mesh[part] if part else mesh, placements)
-
-
-def distributed(whole: torch.Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DTensor random operators")  # torch 2.6
-        return distribute_tensor(whole, mesh, layout)
+    return distribute_tensor(whole, mesh[part] if part else mesh, placements)
 
 
 def state_of(ones: bool = False) -> dict[str, Any]:
@@ -104,7 +97,7 @@ def test_folder_and_index_are_as_torchs(world: Any, tmp_path: Path) -> None:
 
     own, torchs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("own", "torch"))
     assert own.planner_data == torchs.planner_data
-    assert getattr(own, "version", None) == getattr(torchs, "version", None)  # torch 2.6 has none
+    assert own.version == torchs.version
     assert Path(own.storage_meta.checkpoint_id) == tmp_path / "own"
     assert own.storage_meta.save_id
     assert own.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()

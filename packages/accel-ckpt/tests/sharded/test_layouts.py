@@ -26,7 +26,6 @@ def layout(state: dict[str, Any], paths: dict[str, Any]) -> Layout | None:
     return layout_of(state, paths, meshes_of(state))
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6
 def test_layouts_are_distinguished() -> None:
     found: list[Layout | None] = []
     with fake_world(0, 4):

@@ -23,7 +23,6 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.sharded import dcp_reader, merge_command
 from accel_ckpt.sharded.merge import _put, merge_fsdp_weights
 from accel_ckpt.sharded.save_load import save_sharded_state
-from accel_state.imports.packages import is_torch_version
 
 
 def save(folder: str) -> dict[str, torch.Tensor]:
@@ -70,7 +69,6 @@ def save_columns(folder: str) -> list[torch.Tensor]:
     return [whole]
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not")  # of torch 2.6, on CPUs
 def test_pieces_of_any_dimension_come_to_their_places(world: Any, tmp_path: Path) -> None:
     whole = world.run(save_columns, str(tmp_path / "c"), size=3, timeout_s=100)[0][0]
     merge_fsdp_weights(tmp_path / "c", tmp_path)
@@ -99,10 +97,8 @@ def test_a_piece_fills_its_place_and_no_other(tmp_path_factory: Any, data: st.Da
 
 
 def save_alone(state: dict[str, Any], folder: Path) -> None:
-    # torch 2.6 has no such argument, and needs none without a process group.
-    alone = {"no_dist": True} if is_torch_version(">=", "2.7") else {}
     with pytest.warns(UserWarning, match="single process"):
-        torch_dcp.save(state, checkpoint_id=folder, **alone)
+        torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 def test_what_is_wrong_is_reported_and_nothing_is_written(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ _NAMES = {  # in the order of the library
     "uint64": "U64",
 }
 
-DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if hasattr(torch, name)}
+DTYPES = {getattr(torch, name): code for name, code in _NAMES.items()}
 """The format's names of the supported dtypes."""
 
 

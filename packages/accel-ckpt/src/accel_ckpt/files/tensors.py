@@ -159,7 +159,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         regular_file(f)
         if str(f).endswith(".safetensors"):
             return _load_safetensors(f, map_location)
-    # The default since torch 2.6; set here so that it is in the message too.
+    # torch's default; set here so that it is in the message too.
     kwargs.setdefault("weights_only", True)
     try:
         with arrays_allowed():

@@ -29,7 +29,6 @@ from accel_ckpt.sharded.dcp_index import WrittenShard, write_index, written_shar
 from accel_ckpt.sharded.dcp_plan import local_write_items
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
 from accel_ckpt.sharded.layouts import Layout, common_replicas, layout_of, meshes_of
-from accel_state.imports.packages import is_torch_version
 from accel_state.process.info import ProcessInfo
 
 _T = TypeVar("_T")
@@ -60,7 +59,9 @@ def write_folder(
         return
     storage = _storage(folder, writer)
     _collective(
-        lambda: save(state, storage_writer=storage, process_group=group, **_without_group(process)),
+        lambda: save(
+            state, storage_writer=storage, process_group=group, no_dist=process.world_size == 1
+        ),
         process,
         f"writing {folder.name}",
         group,
@@ -160,7 +161,10 @@ def read_folder(
     def read() -> None:
         # No process_group: only the default group reads, in the foreground.
         load(
-            state, storage_reader=SafeReader(folder, index), planner=SafePlanner(), **_without_group(process)
+            state,
+            storage_reader=SafeReader(folder, index),
+            planner=SafePlanner(),
+            no_dist=process.world_size == 1,
         )
 
     _collective(read, process, f"reading {folder.name}")
@@ -179,24 +183,14 @@ def read_index(folder: Path, process: ProcessInfo) -> Metadata:
     return run_on_all_ranks(lambda: read_metadata(folder), process, f"reading {folder.name}")
 
 
-def _without_group(process: ProcessInfo) -> dict[str, Any]:
-    """Options for a run without a process group, which DCP would look for; torch 2.6 detects it itself."""
-    return {"no_dist": process.world_size == 1} if is_torch_version(">=", "2.7") else {}
-
-
 def _collective(function: Callable[[], _T], process: ProcessInfo, task: str, group: Any = None) -> _T:
     """Call a function of DCP, which may be a collective, and unwrap its errors."""
 
     def call() -> _T:
         try:
             with warnings.catch_warnings():
-                # torch 2.13 warns of no_dist=True, and 2.6 of a missing process group: both are intended
-                # here.
-                warnings.filterwarnings(
-                    "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
-                )
-                # torch 2.6 itself uses the deprecated class when it writes.
-                warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+                # torch warns of no_dist=True, which is intended here.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 return function()
         except CheckpointException as error:  # errors of some processes, raised on all
             # Of the lowest rank, so that every process raises the same error.

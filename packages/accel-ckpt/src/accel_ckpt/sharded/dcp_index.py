@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -144,8 +143,7 @@ def write_index(
         _check_complete(name, entry, elements[name])
 
     index = Metadata(saved, dict(paths), _StorageData(_shards(saved, chunks, sent)), storage_meta)
-    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.6 has none
-        index.version = filesystem.CURRENT_DCP_VERSION
+    index.version = CURRENT_DCP_VERSION
     draft = folder / f"{METADATA}.tmp"
     try:
         with draft.open("wb") as file:

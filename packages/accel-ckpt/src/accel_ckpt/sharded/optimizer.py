@@ -31,7 +31,7 @@ from accel_ckpt.training_state.undo import make_groups_undo, make_undo, undo_on_
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.info import ProcessInfo
 
-# torch's optimizers (from 2.6 on) whose step begins by creating the state in a separate method.
+# torch's optimizers whose step begins by creating the state in a separate method.
 _MAKE_STATE_FIRST = (torch.optim.Adam, torch.optim.AdamW)
 
 # A sixteenth of the gradients and values is in memory at a time, besides the state.
@@ -299,15 +299,14 @@ def _new_state(
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     """Create the state of some parameters of one of `_MAKE_STATE_FIRST`, as its step does."""
-    # Lists for the step, and in torch 2.6 an option of the group.
-    _, *takes = inspect.signature(optimizer._init_group).parameters  # type: ignore[attr-defined]
+    # The group, and lists for the step.
+    _, *lists = inspect.signature(optimizer._init_group).parameters  # type: ignore[attr-defined]
     try:
         for item in parameters:
             item.grad = item.detach()  # it only checks that there is one
         with torch.no_grad():
             for group in optimizer.param_groups:
-                arguments = [group.get(name, []) for name in takes]
-                optimizer._init_group(group, *arguments)  # type: ignore[attr-defined]
+                optimizer._init_group(group, *([] for _ in lists))  # type: ignore[attr-defined]
     finally:
         # At once, as these gradients are the weights themselves.
         for item in parameters:
