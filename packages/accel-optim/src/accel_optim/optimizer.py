@@ -317,7 +317,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if isinstance(parameters, set | frozenset):
             return parameters  # torch rejects it: its order is not that of other processes
         parameters = list(parameters)
-        # (name, parameter), which torch takes since 2.6.
+        # (name, parameter), which torch takes too.
         if any(isinstance(item, tuple) for item in parameters):
             return [(name, self.gradient_sync.trained_parameter(parameter)) for name, parameter in parameters]
         return self.gradient_sync.trained_parameters(parameters)

@@ -120,10 +120,10 @@ class AcceleratedScheduler:
         """Print the learning rates.
 
         Args:
-            *args: Passed to the wrapped scheduler's print_lr, where it has one (torch dropped it in 2.7).
+            *args: Passed to the wrapped scheduler's print_lr, where it has one (torch's have none).
             **kwargs: Likewise.
         """
-        # torch dropped it in 2.7, and the documented interface has it.
+        # torch's schedulers no longer have it, and the documented interface does.
         if hasattr(self.scheduler, "print_lr"):
             self.scheduler.print_lr(*args, **kwargs)
             return

@@ -34,8 +34,8 @@ class TimeoutStore:
     def __init__(self, store: Store) -> None:
         try:
             self._store = store.clone()  # type: ignore[attr-defined]
-        # Before torch 2.9, and custom stores.
-        except (AttributeError, RuntimeError, NotImplementedError):
+        # Stores that are written in Python.
+        except (RuntimeError, NotImplementedError):
             self._store = store
         self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = (
             queue.SimpleQueue()

@@ -50,10 +50,8 @@ CPU = _calls(
 )
 
 
-def _cuda_pci_address(index: int) -> str | None:
+def _cuda_pci_address(index: int) -> str:
     properties: Any = torch.cuda.get_device_properties(index)
-    if not hasattr(properties, "pci_bus_id"):  # added in torch 2.8
-        return None
     # As Linux names it below /sys/bus/pci, which lists the cores near to it.
     domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

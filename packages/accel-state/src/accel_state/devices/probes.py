@@ -214,8 +214,4 @@ def is_xccl_available() -> bool:
     """Return whether torch was built with XCCL, the communication backend of Intel GPUs."""
     import torch.distributed
 
-    if not torch.distributed.is_available():
-        return False
-    # Not every version and build of torch has it.
-    available: Any = getattr(torch.distributed, "is_xccl_available", None)
-    return bool(available is not None and available())
+    return torch.distributed.is_available() and torch.distributed.is_xccl_available()

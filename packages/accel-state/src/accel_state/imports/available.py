@@ -94,8 +94,8 @@ def is_fp8_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch has pipeline parallelism (`torch.distributed.pipelining`, torch 2.4 or above)."""
-    return packages.is_torch_version(">=", "2.4.0")
+    """Return whether torch is installed: its pipeline parallelism is `torch.distributed.pipelining`."""
+    return packages.is_package_available("torch")
 
 
 def is_tensorboard_available() -> bool:
@@ -114,8 +114,8 @@ def is_torchdata_stateful_dataloader_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether `torch.load(weights_only=True)` takes an allow-list (torch 2.4 or above)."""
-    return packages.is_torch_version(">=", "2.4.0")
+    """Return whether torch is installed: its `torch.load(weights_only=True)` takes an allow-list."""
+    return packages.is_package_available("torch")
 
 
 # Every check that is defined above, and no other name begins so.

@@ -305,7 +305,7 @@ class ParallelismConfig:
         return self._mesh
 
     def get_submesh(self, names: Sequence[str]) -> DeviceMesh:
-        """Return a submesh; flattened axes work in any version of torch.
+        """Return a submesh, also of flattened axes.
 
         Args:
             names: Active or flattened axes, outermost first, e.g. `fsdp_dim_names`.
@@ -325,10 +325,8 @@ class ParallelismConfig:
         submeshes = [self._flattened[name] if name in self._flattened else mesh[name] for name in names]
         if len(submeshes) == 1:
             return submeshes[0]
-        # Newer versions of torch need flattened axes joined like this; older ones slice them from the root.
-        join = getattr(type(mesh), "_concatenate", None)
-        joined: DeviceMesh = mesh[tuple(names)] if join is None else join(submeshes)
-        return joined
+        # Private, but torch announces that flattened axes will not be sliced from the root (2.10 to 2.15).
+        return type(mesh)._concatenate(submeshes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A mesh belongs to the process that built it.
