@@ -86,7 +86,6 @@ def test_the_kernels_of_accelerators_are_called_with_the_arguments_that_they_tak
 
 def test_a_torch_without_the_ring_is_distinguished(monkeypatch):
     monkeypatch.setattr(ring_module, "_TEMPLATES", "torch.distributed.tensor.experimental._elsewhere")
-    monkeypatch.setattr(ring_module, "_OLD_TEMPLATES", "torch.distributed.tensor.experimental._nowhere")
     query = torch.ones(1, 1, 4, 4)
-    with pytest.raises(RuntimeError, match=r"torch 2\.\d+\..* does not .*_nowhere.*cp_size=1"):
+    with pytest.raises(RuntimeError, match=r"torch 2\.\d+\..* does not .*_elsewhere.*cp_size=1"):
         ring_attention(Ring(None, "allgather"), query, query, query)

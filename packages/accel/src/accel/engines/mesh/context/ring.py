@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.imports.packages import is_torch_version
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +24,6 @@ ROTATIONS = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
 """How keys and values travel, and torch's names for it."""
 
 _TEMPLATES = "torch.distributed.tensor.experimental._context_parallel._attention"
-_OLD_TEMPLATES = "torch.distributed.tensor.experimental._attention"  # of torch 2.6 to 2.9
 _SEQUENCE = 2  # of (batch, heads, sequence, features)
 
 _aten = torch.ops.aten
@@ -109,7 +106,7 @@ class _RingAttention(torch.autograd.Function):
             # the template is called itself.
             if query.device.type == "cpu":
                 out, sums, *rest = torch_ring._templated_ring_attention(
-                    _first_argument(ring.mesh),
+                    ring.mesh.get_group(),
                     _SEQUENCE,
                     _aten._scaled_dot_product_flash_attention_for_cpu.default,
                     dropout_p=0.0,
@@ -135,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
         with _torch_ring(ctx.ring, query.dtype, ctx.is_causal) as torch_ring:
             if query.device.type == "cpu":
                 found = torch_ring._templated_ring_attention_backward(
-                    _first_argument(mesh),
+                    mesh.get_group(),
                     _SEQUENCE,
                     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
                     grad_out_name="grad_out",
@@ -161,7 +158,7 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
     parts of causal attention alone.
     """
     try:
-        module = _templates()
+        module: Any = import_module(_TEMPLATES)
         options = module._cp_options
         rotation = module._RotateMethod[ROTATIONS[ring.rotation]]
         wanted = {
@@ -185,16 +182,3 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
         yield module
     finally:
         vars(options).update(before)
-
-
-def _templates() -> Any:
-    """The module of torch that has the ring."""
-    try:
-        return import_module(_TEMPLATES)
-    except ImportError:
-        return import_module(_OLD_TEMPLATES)
-
-
-def _first_argument(mesh: DeviceMesh) -> Any:
-    """What the two templates take for their processes: the mesh up to torch 2.8, and then its group."""
-    return mesh if is_torch_version("<", "2.9") else mesh.get_group()
