@@ -52,10 +52,8 @@ def materialize_rest(
 ) -> set[torch.nn.Parameter]:
     """Fill buffers and ignored parameters; returns the latter, new objects where they were on meta."""
     for module in model.modules():
-        # Through `_buffers`: setting an attribute would make it persistent.
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = _filled(buffer, how)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, _filled(buffer, how))  # a buffer stays persistent, or not, as it was
     keep = set()
     for parameter, names in aliases(model).items():
         if parameter in ignored:
