@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel.engines.torch_private import accumulation_hooks, gradient_hooks
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_state import env
@@ -149,7 +150,7 @@ def check_hooks(
     engine: str,
     fix: str,
     modules: Collection[str] | None = None,
-    kinds: Collection[str] = ("_backward_hooks", "_post_accumulate_grad_hooks"),
+    gradients: bool = True,
 ) -> None:
     """Reject hooks on parameters that will be replaced: they would not be called.
 
@@ -158,14 +159,14 @@ def check_hooks(
         engine: The name of the engine.
         fix: The alternative, for the message.
         modules: The names of modules whose direct parameters are checked; None for all.
-        kinds: The attributes in which torch keeps hooks.
+        gradients: Whether hooks of `register_hook` are rejected too.
 
     Raises:
         ValueError: If there are any.
     """
     for name, parameter in model.named_parameters():
         is_checked = modules is None or name.rpartition(".")[0] in modules
-        if is_checked and any(getattr(parameter, kind, None) for kind in kinds):
+        if is_checked and (accumulation_hooks(parameter) or (gradients and gradient_hooks(parameter))):
             raise ValueError(
                 f"{type(model).__name__}.{name} has a hook (register_hook or "
                 f"register_post_accumulate_grad_hook), and {engine} replaces the parameter, so that the hook "

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.engines.torch_private import uncompiled
+
 _DEFAULT_RATE = 100  # torch's
 _FIRST = 10  # passes that torch samples at any rate
 
@@ -42,7 +44,7 @@ class GradientWaits:
         Returns:
             The module whose forward pass is this process's own: that of DDP begins with a wait for buffers.
         """
-        inner = getattr(model, "_orig_mod", model)  # of a compiled one
+        inner = uncompiled(model)
         if not isinstance(inner, DistributedDataParallel):
             return model
         inner._set_ddp_runtime_logging_sample_rate(self._rate)  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from accel.engines.torch_private import call_after_backward
 from accel_ops.collectives.store_barrier import polls
 from accel_ops.debug.store import default_store, prefixed
 from accel_ops.trees.walk import flatten
@@ -106,8 +107,7 @@ class _Order:
             reached.append(True)
             if not self.has_queued:
                 self.has_queued = True
-                # torch's way to run a function at the end of a backward pass.
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+                call_after_backward(self.finish)
             self.compare(number, "backward")
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from accel.engines.common.same_order import ZERO3_FIX, check_same_order
 from accel.engines.deepspeed.runtime import import_deepspeed
+from accel.engines.torch_private import direct_parameters
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
@@ -194,7 +195,8 @@ def gathered_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name in leaves or (module._parameters and not any(name.startswith(f"{leaf}.") for leaf in leaves))
+        if name in leaves
+        or (direct_parameters(module) and not any(name.startswith(f"{leaf}.") for leaf in leaves))
     }
 
 

@@ -22,9 +22,9 @@ from accel.engines.mesh.context.language_models import check_language_models, co
 from accel.engines.mesh.gradient_sync import MeshGradientSync
 from accel.engines.mesh.plan import Meshes, find_meshes, parallelize, plan_for, sends_weights, weight_source
 from accel.engines.mesh.tensor.random_numbers import SharedRandomState
-from accel.engines.mesh.tensor.split import forget_meshes
 from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedLoaders, ShardedStates
 from accel.engines.sharded.groups import aliases
+from accel.engines.torch_private import clear_sharding_cache, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +37,7 @@ class MeshGradients(ShardedGradients):
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward accumulates full gradients instead of reducing them."""
-        plain = getattr(model, "_orig_mod", model)
+        plain = uncompiled(model)
         if not isinstance(plain, FSDPModule):
             return contextlib.nullcontext()
         return self.engine.gradient_sync.no_sync(fsdp2_private.no_sync(plain))
@@ -138,7 +138,7 @@ class MeshEngine(ShardedEngine):
         super().__init__(context)
         self.gradient_sync: MeshGradientSync = MeshGradientSync(context.process)
         # A previous Accelerator may have had process groups that are gone.
-        forget_meshes()
+        clear_sharding_cache()
         self._meshes = find_meshes(context)
         self.name = context.name
         self._sequences = _context_parallel(context, self._meshes)
@@ -174,7 +174,7 @@ class MeshEngine(ShardedEngine):
 
     def is_wrapped(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""
-        plain = getattr(model, "_orig_mod", model)
+        plain = uncompiled(model)
         return isinstance(plain, FSDPModule) or plain in self._models
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
@@ -202,7 +202,7 @@ class MeshEngine(ShardedEngine):
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model in place; idempotent."""
-        plain = getattr(model, "_orig_mod", model)
+        plain = uncompiled(model)
         if not self.is_wrapped(model):
             chosen = self.groups_of(model)
             self.forget_groups(model)

@@ -142,7 +142,7 @@ def plan_for(
     check_hooks(model, "tensor parallelism (tp)", fix, tensor)
     if mesh is not None:  # sharding keeps hooks of register_hook
         fix = "Do it between backward() and step(), or train under DDP."
-        check_hooks(model, "fsdp2", fix, kinds=["_post_accumulate_grad_hooks"])
+        check_hooks(model, "fsdp2", fix, gradients=False)
     if tensor and ignored:
         raise ValueError(
             f"ignored_modules={plugin.ignored_modules!r} with tp_size={meshes.tensor_size}: which "

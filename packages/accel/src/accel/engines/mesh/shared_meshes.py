@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.engines.mesh.fsdp2_private import sharded_parameters
+from accel.engines.torch_private import layout_of
 
 
 class SharedMeshes:
@@ -30,8 +31,7 @@ class SharedMeshes:
                 if isinstance(value, DeviceMesh):
                     setattr(parameter, name, self._shared(value))
                     continue  # not its attribute `mesh`, a tensor of all its ranks that is computed on access
-                # Private in torch: where a DTensor has its mesh.
-                layout = value._spec if isinstance(value, DTensor) else value
+                layout = layout_of(value) if isinstance(value, DTensor) else value
                 mesh = getattr(layout, "mesh", None)
                 if isinstance(mesh, DeviceMesh) and mesh is not self._shared(mesh):
                     layout.mesh = self._shared(mesh)

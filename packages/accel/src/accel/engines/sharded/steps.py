@@ -11,10 +11,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from accel.engines.common.swap_parameters import ParameterMap, swap_parameters
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.groups import choose_groups, ignored_parameters
+from accel.engines.torch_private import plain_name
 from accel_state import env
-
-# The prefixes that torch's wrappers put into names of parameters (torch 2.10 to 2.15).
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -62,13 +60,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The same values by the names of the original model.
     """
-    renamed = {}
-    for name, value in named_params.items():
-        for wrapper in _WRAPPERS:
-            # Anywhere in the name, as each layer may have its own wrappers.
-            name = name.replace(wrapper, "")
-        renamed[name] = value
-    return renamed
+    return {plain_name(name): value for name, value in named_params.items()}
 
 
 def fsdp2_load_full_state_dict(

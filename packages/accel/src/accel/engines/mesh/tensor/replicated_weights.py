@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from accel.engines.torch_private import direct_parameters
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,14 +39,15 @@ class SummedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
         # Restored after the call: optimizers and state dicts need the leaves.
-        original = dict(self.module._parameters)
+        parameters = direct_parameters(self.module)
+        original = dict(parameters)
         for name, parameter in original.items():
             if parameter is not None and parameter.requires_grad:
-                self.module._parameters[name] = _summed(parameter, self.mesh.get_group())
+                parameters[name] = _summed(parameter, self.mesh.get_group())
         try:
             return self.forward(*args, **kwargs)
         finally:
-            self.module._parameters.update(original)
+            parameters.update(original)
 
 
 class _Summed(torch.autograd.Function):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, debug
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -244,16 +244,6 @@ def split_weights(
             in_module = [other for other in tied if other.rpartition(".")[0] == name]
             for other in tied if in_module else ():
                 put_parameter(model, other, model.get_parameter(in_module[0]))
-
-
-def forget_meshes() -> None:
-    """Clear torch's cache of meshes of destroyed process groups.
-
-    torch takes a new mesh of the same shape for the old one, and would use the old one's groups.
-    """
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # before torch 2.13 init_device_mesh does it
-    if clear is not None:
-        clear()
 
 
 def is_split(model: torch.nn.Module, size: int, engine: str) -> bool:
