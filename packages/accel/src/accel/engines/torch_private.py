@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -108,3 +109,66 @@ def clear_sharding_cache() -> None:
     """
     debug: Any = import_module("torch.distributed.tensor.debug")
     debug._clear_sharding_prop_cache()
+
+
+# `fully_shard`
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The groups of a module's parameters that are gathered at once, torch's FSDPParamGroup.
+
+    torch 2.10 to 2.15. They have the unreduced gradients and the unsharded parameters, to which no documented
+    call leads.
+    """
+    state: Any = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12 has one group at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
+
+
+def is_gathered(group: Any) -> bool:
+    """Whether the parameters of one of `parameter_groups` are gathered now.
+
+    torch 2.10 to 2.15. `unshard` and `reshard` are documented, but not which of them was called last.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+    # The same for the whole group.
+    return group.fsdp_params[0].sharded_state is ShardedState.UNSHARDED
+
+
+def is_in_backward(group: Any) -> bool:
+    """Whether a backward pass has reached one of `parameter_groups`.
+
+    torch 2.10 to 2.15. The output of its module has a gradient then; the parameters may have none.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    return bool(group._training_state == TrainingState.PRE_BACKWARD)
+
+
+def unsharded_parameter(parameter: Any) -> Any:
+    """The full parameter of one that `fully_shard` shards; None before the first forward pass.
+
+    torch 2.10 to 2.15. The module has it only while it is gathered, and its unreduced gradient is kept longer.
+
+    Args:
+        parameter: One of the `fsdp_params` of a group, torch's FSDPParam.
+    """
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def end_backward(model: FSDPModule) -> None:
+    """Reduce all unreduced gradients, unit by unit, and wait for them.
+
+    torch 2.10 to 2.15. `fully_shard` does it at the end of each backward pass, and documents no call for it.
+
+    Args:
+        model: The outermost module that `fully_shard` shards.
+    """
+    state: Any = model._get_fsdp_state()
+    # torch 2.15 asserts that a backward pass has set it.
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()

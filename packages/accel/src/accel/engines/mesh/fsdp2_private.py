@@ -1,6 +1,7 @@
 """Full tensors that `fully_shard` keeps: unreduced gradients and unsharded parameters.
 
-The only module that reads torch's private state of `fully_shard` (torch 2.10 to 2.15).
+torch does not document the objects in which it keeps them, its FSDPParamGroup and FSDPParam (torch 2.10 to 2.15);
+`accel.engines.torch_private` has the way to them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
+
+from accel.engines.torch_private import (
+    end_backward,
+    gradient_hooks,
+    is_gathered,
+    is_in_backward,
+    parameter_groups,
+    set_gradient_hooks,
+    unsharded_parameter,
+)
 
 
 @contextlib.contextmanager
@@ -34,12 +43,7 @@ def reduce_gradients(model: FSDPModule) -> None:
     modules = cast("torch.nn.Module", model).modules()
     units = [unit for unit in modules if isinstance(unit, FSDPModule)]
     if any(True for _ in unreduced_gradients(units)):
-        state: Any = model._get_fsdp_state()
-        # torch 2.15 asserts that a backward pass has set it.
-        if hasattr(state._state_ctx, "manual_backward_finalization_active"):
-            state._state_ctx.manual_backward_finalization_active = False
-        # What torch queues in backward: it reduces all gradients, unit by unit, and waits for them.
-        state._root_post_backward_final_callback()
+        end_backward(model)
 
 
 def reduce_unused_as_zeros(unit: FSDPModule, unused: list[Any]) -> None:
@@ -52,7 +56,7 @@ def reduce_unused_as_zeros(unit: FSDPModule, unused: list[Any]) -> None:
         unit: A module that shards parameters.
         unused: The list to add them to, for `drop_unused`.
     """
-    for group in _groups(unit):
+    for group in parameter_groups(unit):
         group.post_backward = partial(_post_backward, weakref.ref(group), unused)
 
 
@@ -60,12 +64,13 @@ def _post_backward(reference: weakref.ref[Any], unused: list[Any], *_: Any) -> N
     group: Any = reference()
     has_gradient = [_unreduced(parameter) is not None for parameter in group.fsdp_params]
     # Other processes may use parameters of a module of which only the output has a gradient here.
-    is_reached = group._training_state == TrainingState.PRE_BACKWARD or any(has_gradient)
+    is_reached = is_in_backward(group) or any(has_gradient)
     if group.reduce_grads and is_reached:
         for parameter, has in zip(group.fsdp_params, has_gradient, strict=True):
             if not has and parameter.sharded_param.requires_grad:
                 # Negative zeros: the sum is -0.0 only if no process adds another number.
-                parameter._unsharded_param.grad = torch.full_like(parameter._unsharded_param, -0.0)
+                full = unsharded_parameter(parameter)
+                full.grad = torch.full_like(full, -0.0)
                 unused.append(parameter)
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
             for parameter in group.fsdp_params:  # torch reduces gradients of one dtype together
@@ -84,7 +89,7 @@ def move_hooks(unit: FSDPModule, hooks_of: Mapping[int, Any]) -> None:
     """
     for parameter in sharded_parameters(unit):
         if hooks := hooks_of.get(id(parameter.sharded_param)):
-            parameter.sharded_param._backward_hooks = hooks  # the same dict: handles can still remove them
+            set_gradient_hooks(parameter.sharded_param, hooks)  # the same dict: handles can still remove them
         parameter.init_unsharded_param = partial(_init_with_hooks, weakref.ref(parameter))
 
 
@@ -92,9 +97,9 @@ def _init_with_hooks(reference: weakref.ref[Any]) -> None:
     parameter: Any = reference()
     # The class's method, as the instance's is this function.
     type(parameter).init_unsharded_param(parameter)
-    hooks = parameter.sharded_param._backward_hooks
-    if hooks is not None and parameter._unsharded_param._backward_hooks is not hooks:
-        parameter._unsharded_param._backward_hooks = hooks
+    hooks, full = gradient_hooks(parameter.sharded_param), unsharded_parameter(parameter)
+    if hooks is not None and gradient_hooks(full) is not hooks:
+        set_gradient_hooks(full, hooks)
 
 
 def drop_unused(unused: list[Any]) -> None:
@@ -110,7 +115,7 @@ def drop_unused(unused: list[Any]) -> None:
 
 def _is_empty_somewhere(parameter: Any) -> bool:
     """Whether some process has no elements, so that it cannot tell if there is a gradient: all keep zeros."""
-    full, shards = parameter._unsharded_param, getattr(parameter.mesh_info, "shard_mesh_size", 1)
+    full, shards = unsharded_parameter(parameter), getattr(parameter.mesh_info, "shard_mesh_size", 1)
     local = full.to_local() if isinstance(full, DTensor) else full
     length = local.shape[parameter.fsdp_placement.dim]
     return bool(-(-length // shards) * (shards - 1) >= length)
@@ -137,8 +142,8 @@ def drop_gradients(units: Iterable[FSDPModule], wanted: Collection[int] | None =
             # stays in the second. torch 2.15 always leaves it there.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            if (full := unsharded_parameter(parameter)) is not None:
+                full.grad = None
 
 
 def patch_zero_grad(model: FSDPModule) -> None:
@@ -155,17 +160,8 @@ def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
 
 def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
     """The state that `fully_shard` keeps of each parameter in the groups of a module."""
-    for group in _groups(module):
+    for group in parameter_groups(module):
         yield from group.fsdp_params
-
-
-def _groups(module: FSDPModule) -> Any:
-    """The parameter groups of a module; each is gathered at once."""
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12 has one group at most
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return groups
 
 
 def unsharded_parameters(
@@ -174,7 +170,7 @@ def unsharded_parameters(
     """Unsharded parameters, each with the shard that it replaces between forward and backward."""
     for unit in units:
         for parameter in sharded_parameters(unit):
-            unsharded = getattr(parameter, "_unsharded_param", None)
+            unsharded = unsharded_parameter(parameter)
             if unsharded is not None:
                 yield unsharded, parameter.sharded_param
 
@@ -225,14 +221,13 @@ def _copy_requires_grad(unit: FSDPModule) -> None:
     """
     changed = [
         parameter
-        for group in _groups(unit)
-        if group.fsdp_params[0].sharded_state
-        is ShardedState.UNSHARDED  # the same for the whole group; few are, in a step
+        for group in parameter_groups(unit)
+        if is_gathered(group)  # few are, in a step
         for parameter in group.fsdp_params
-        if parameter.sharded_param.requires_grad is not parameter._unsharded_param.requires_grad
+        if parameter.sharded_param.requires_grad is not unsharded_parameter(parameter).requires_grad
     ]
     if changed:
-        flags = [parameter._unsharded_param.requires_grad for parameter in changed]
+        flags = [unsharded_parameter(parameter).requires_grad for parameter in changed]
         unit.reshard()
         for parameter, flag in zip(changed, flags, strict=True):
             parameter.sharded_param.requires_grad_(flag)
@@ -241,5 +236,5 @@ def _copy_requires_grad(unit: FSDPModule) -> None:
 def _unreduced(parameter: Any) -> torch.Tensor | None:
     if parameter.unsharded_accumulated_grad is not None:  # in the dtype of the reduction
         return parameter.unsharded_accumulated_grad  # type: ignore[no-any-return]
-    unsharded = getattr(parameter, "_unsharded_param", None)  # created by the first forward
+    unsharded = unsharded_parameter(parameter)
     return None if unsharded is None else unsharded.grad
