@@ -9,17 +9,23 @@ torch's modules are imported in the functions, as programs that do not need them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+_ROTATIONS = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
+_SEQUENCE = 2  # of (batch, heads, sequence, features)
 
 
 # Modules
@@ -172,3 +178,120 @@ def end_backward(model: FSDPModule) -> None:
     if hasattr(state._state_ctx, "manual_backward_finalization_active"):
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
+
+
+# Ring attention
+
+
+def ring_attention(
+    mesh: DeviceMesh,
+    rotation: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
+    """Attend to the balanced shards of all processes of an axis.
+
+    torch 2.10 to 2.15. torch has functions for the fused kernels of accelerators; the kernel of the CPU goes
+    through their template. The documented `context_parallel` replaces attention in a whole block of code, and
+    has no kernel of the CPU.
+
+    Args:
+        mesh: The axis.
+        rotation: How keys and values travel, "allgather" or "alltoall".
+        query: This process's (batch, heads, tokens, features).
+        key: The same of the keys.
+        value: The same of the values.
+        is_causal: Whether tokens attend to themselves and earlier ones alone.
+        scale: Factor of the scores; by default 1 / sqrt(features).
+
+    Returns:
+        The output, the logarithms of the sums of exponentials, and what else the kernel keeps for backward.
+
+    Raises:
+        RuntimeError: If this version of torch has no ring where it is looked for.
+    """
+    call = {"query": query, "key": key, "value": value, "is_causal": is_causal, "scale": scale}
+    with _ring(rotation, query.dtype, is_causal) as ring:
+        # torch has no function for the CPU's kernel, as it has for those of CUDA:
+        # the template is called itself.
+        if query.device.type == "cpu":
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            out, sums, *rest = ring._templated_ring_attention(
+                mesh.get_group(), _SEQUENCE, kernel, dropout_p=0.0, **call
+            )
+        # Flash attention takes fp16 and bf16 alone.
+        elif query.dtype.itemsize == 2:
+            out, sums, *rest = ring._scaled_dot_product_ring_flash_attention(mesh, **call)
+        else:
+            out, sums, *rest = ring._scaled_dot_product_ring_efficient_attention(mesh, **call)
+    return out, sums, rest
+
+
+def ring_attention_backward(
+    mesh: DeviceMesh, rotation: str, gradient: torch.Tensor, rest: list[Any], call: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value.
+
+    torch 2.10 to 2.15, for the reasons of `ring_attention`.
+
+    Args:
+        mesh: As for `ring_attention`.
+        rotation: As for `ring_attention`.
+        gradient: The gradient of the output.
+        rest: What the kernel kept.
+        call: By name the `query`, `key`, `value`, `is_causal` and `scale` of the forward pass, and its
+            results `out` and `logsumexp`.
+    """
+    query, is_causal = call["query"], call["is_causal"]
+    call = call | {"dropout_p": 0.0, "grad_out": gradient}
+    with _ring(rotation, query.dtype, is_causal) as ring:
+        if query.device.type == "cpu":
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            found = ring._templated_ring_attention_backward(
+                mesh.get_group(), _SEQUENCE, kernel, grad_out_name="grad_out", **call
+            )
+        elif query.dtype.itemsize == 2:
+            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+            call |= zip(names, rest, strict=False)  # the last of the rest is for debugging
+            found = ring._scaled_dot_product_ring_flash_attention_backward(mesh, **call)
+        else:
+            call |= {"philox_seed": rest[0], "philox_offset": rest[1], "bias": None}
+            call["grad_input_mask"] = (True, True, True, False)
+            found = ring._scaled_dot_product_ring_efficient_attention_backward(mesh, **call)
+    return tuple(found[:3])
+
+
+@contextlib.contextmanager
+def _ring(rotation: str, dtype: torch.dtype, is_causal: bool) -> Iterator[Any]:
+    """Give torch's module, with the options of one call.
+
+    Without a causal mask the order of tokens does not matter to attention, and torch's ring knows balanced
+    shards of causal attention alone.
+    """
+    try:
+        module: Any = import_module(_RING)
+        options = module._cp_options
+        wanted = {
+            "rotate_method": module._RotateMethod[_ROTATIONS[rotation]],
+            # Only a causal mask depends on the order of keys.
+            "enable_load_balance": is_causal,
+            # Partial results are added up in fp32, which would round float64.
+            "convert_to_f32": dtype is not torch.float64,
+        }
+        before = {name: getattr(options, name) for name in wanted}
+        # Looked up here, so that another version of torch is an error that says so.
+        _ = module._templated_ring_attention, module._templated_ring_attention_backward
+    except (ImportError, AttributeError, KeyError) as error:
+        raise RuntimeError(
+            "Context parallelism calls the ring attention of torch 2.10 to 2.15, and torch "
+            f"{torch.__version__} does not have it where it was ({error}). Install one of these versions, or "
+            "set cp_size=1."
+        ) from error
+    try:
+        vars(options).update(wanted)
+        yield module
+    finally:
+        vars(options).update(before)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel.engines.mesh.context import ring as ring_module
+from accel.engines import torch_private
 from accel.engines.mesh.context.ring import Ring, balanced_positions, ring_attention
 
 LENGTH = 16
@@ -85,7 +85,7 @@ def test_the_kernels_of_accelerators_are_called_with_the_arguments_that_they_tak
 
 
 def test_a_torch_without_the_ring_is_distinguished(monkeypatch):
-    monkeypatch.setattr(ring_module, "_TEMPLATES", "torch.distributed.tensor.experimental._elsewhere")
+    monkeypatch.setattr(torch_private, "_RING", "torch.distributed.tensor.experimental._elsewhere")
     query = torch.ones(1, 1, 4, 4)
     with pytest.raises(RuntimeError, match=r"torch 2\.\d+\..* does not .*_elsewhere.*cp_size=1"):
         ring_attention(Ring(None, "allgather"), query, query, query)

@@ -1,7 +1,6 @@
 """Ring attention: queries stay, and the keys and values of all processes come by, one part at a time.
 
-The one place that calls torch's own ring, which is private (as torch 2.10 to 2.15 have it). torch runs it for
-the fused kernels of accelerators; here the kernel of the CPU goes through the same two templates.
+It is torch's own ring, which torch does not document: see `accel.engines.torch_private`.
 
 Sequences are in *balanced* parts: cut into 2n pieces over n processes, of which process r has pieces r and
 2n - 1 - r, so that under causal attention all have the same work.
@@ -9,24 +8,16 @@ Sequences are in *balanced* parts: cut into 2n pieces over n processes, of which
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.engines import torch_private
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-ROTATIONS = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
-"""How keys and values travel, and torch's names for it."""
-
-_TEMPLATES = "torch.distributed.tensor.experimental._context_parallel._attention"
-_SEQUENCE = 2  # of (batch, heads, sequence, features)
-
-_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Ring:
 
     Attributes:
         mesh: Their axis.
-        rotation: One of `ROTATIONS`.
+        rotation: How keys and values travel, "allgather" or "alltoall".
         may_go_backward: Called before backward communicates, if given; raises where it may not.
     """
 
@@ -100,85 +91,22 @@ class _RingAttention(torch.autograd.Function):
         is_causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        call = {"query": query, "key": key, "value": value, "is_causal": is_causal, "scale": scale}
-        with _torch_ring(ring, query.dtype, is_causal) as torch_ring:
-            # torch has no function for the CPU's kernel, as it has for those of CUDA:
-            # the template is called itself.
-            if query.device.type == "cpu":
-                out, sums, *rest = torch_ring._templated_ring_attention(
-                    ring.mesh.get_group(),
-                    _SEQUENCE,
-                    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-                    dropout_p=0.0,
-                    **call,
-                )
-            # Flash attention takes fp16 and bf16 alone.
-            elif query.dtype.itemsize == 2:
-                out, sums, *rest = torch_ring._scaled_dot_product_ring_flash_attention(ring.mesh, **call)
-            else:
-                out, sums, *rest = torch_ring._scaled_dot_product_ring_efficient_attention(ring.mesh, **call)
+        out, sums, rest = torch_private.ring_attention(
+            ring.mesh, ring.rotation, query, key, value, is_causal, scale
+        )
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.ring, ctx.is_causal, ctx.scale, ctx.rest = ring, is_causal, scale, rest
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         if ctx.ring.may_go_backward is not None:
             ctx.ring.may_go_backward()
-        query, key, value, out, sums = ctx.saved_tensors
-        mesh, rest = ctx.ring.mesh, ctx.rest
-        call = {"query": query, "key": key, "value": value, "out": out, "logsumexp": sums}
-        call |= {"is_causal": ctx.is_causal, "scale": ctx.scale, "dropout_p": 0.0, "grad_out": gradient}
-        with _torch_ring(ctx.ring, query.dtype, ctx.is_causal) as torch_ring:
-            if query.device.type == "cpu":
-                found = torch_ring._templated_ring_attention_backward(
-                    mesh.get_group(),
-                    _SEQUENCE,
-                    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-                    grad_out_name="grad_out",
-                    **call,
-                )
-            elif query.dtype.itemsize == 2:
-                names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-                call |= zip(names, rest, strict=False)  # the last of the rest is for debugging
-                found = torch_ring._scaled_dot_product_ring_flash_attention_backward(mesh, **call)
-            else:
-                call |= {"philox_seed": rest[0], "philox_offset": rest[1], "bias": None}
-                call["grad_input_mask"] = (True, True, True, False)
-                found = torch_ring._scaled_dot_product_ring_efficient_attention_backward(mesh, **call)
+        names = ("query", "key", "value", "out", "logsumexp")
+        call: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
+        call |= {"is_causal": ctx.is_causal, "scale": ctx.scale}
+        gradients = torch_private.ring_attention_backward(
+            ctx.ring.mesh, ctx.ring.rotation, gradient, ctx.rest, call
+        )
         # Gradients of query, key and value; the other arguments are not tensors.
-        return (*found[:3], None, None, None)
-
-
-@contextlib.contextmanager
-def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any]:
-    """Give torch's module, with the options of one call.
-
-    Without a causal mask the order of tokens does not matter to attention, and torch's ring knows balanced
-    parts of causal attention alone.
-    """
-    try:
-        module: Any = import_module(_TEMPLATES)
-        options = module._cp_options
-        rotation = module._RotateMethod[ROTATIONS[ring.rotation]]
-        wanted = {
-            "rotate_method": rotation,
-            # Only a causal mask depends on the order of keys.
-            "enable_load_balance": is_causal,
-            # Partial results are added up in fp32, which would round float64.
-            "convert_to_f32": dtype is not torch.float64,
-        }
-        before = {name: getattr(options, name) for name in wanted}
-        # Looked up here, so that another version of torch is an error that says so.
-        _ = module._templated_ring_attention, module._templated_ring_attention_backward
-    except (ImportError, AttributeError, KeyError) as error:
-        raise RuntimeError(
-            "Context parallelism calls the ring attention of torch 2.10 to 2.15, and torch "
-            f"{torch.__version__} does not have it where it was ({error}). Install one of these versions, or "
-            "set cp_size=1."
-        ) from error
-    try:
-        vars(options).update(wanted)
-        yield module
-    finally:
-        vars(options).update(before)
+        return (*gradients, None, None, None)
