@@ -1,7 +1,7 @@
 """Full tensors that `fully_shard` keeps: unreduced gradients and unsharded parameters.
 
-torch does not document the objects in which it keeps them, its FSDPParamGroup and FSDPParam (torch 2.10 to 2.15);
-`accel.engines.torch_private` has the way to them.
+torch (2.10 to 2.15) does not document the objects in which it keeps them, FSDPParamGroup and FSDPParam;
+`accel.engines.torch_private` leads to them.
 """
 
 from __future__ import annotations
