@@ -43,7 +43,6 @@ WAYS = {
         "accel.training.gradients",
         "accel.engines",
         "accel.engines.base",
-        "accel.engines.base.engine",
         "accel_optim.optimizer",
         "accel_optim.scaler",
     ),

@@ -456,7 +456,7 @@ def first_step(case: str, weighted: bool) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = make_data(8).tensors[0]
-    rank, shards = accelerator.engine.loaders.dp_rank_and_size
+    rank, shards = accelerator.engine.data_parallel.rank_and_size
     own = tokens.chunk(2 * shards)[2 * rank : 2 * rank + 2]
     if weighted:
         for part, kept in zip(own, (1, 3), strict=True):

@@ -118,7 +118,7 @@ def route(
     torch.manual_seed(0)
     model = Routed(hidden, groups) if hidden else Heads()
     model, optimizer = accelerator.prepare(model, make_optimizer(case, model.parameters()))
-    shard, shards = accelerator.engine.loaders.dp_rank_and_size
+    shard, shards = accelerator.engine.data_parallel.rank_and_size
     x = torch.randn(4 * shards, WIDTH, generator=torch.Generator().manual_seed(1)).chunk(shards)[shard]
     for step in range(STEPS):
         accelerator.backward(model(x, choice(step, shard)).square().mean())
@@ -201,7 +201,7 @@ def skip(case: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Depth()
     model, optimizer = accelerator.prepare(model, make_optimizer(case, model.parameters()))
-    shard, _ = accelerator.engine.loaders.dp_rank_and_size
+    shard, _ = accelerator.engine.data_parallel.rank_and_size
     for step in range(STEPS):
         accelerator.backward(model(own_rows(accelerator, case, step), choice(step, shard)).square().mean())
         optimizer.step()
@@ -317,7 +317,7 @@ def rows(case: str, step: int) -> torch.Tensor:
 
 
 def own_rows(accelerator: Accelerator, case: str, step: int) -> torch.Tensor:
-    shard, shards = accelerator.engine.loaders.dp_rank_and_size
+    shard, shards = accelerator.engine.data_parallel.rank_and_size
     return rows(case, step).chunk(shards)[shard]
 
 

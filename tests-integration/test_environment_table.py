@@ -19,10 +19,10 @@ from accel.accelerator import Accelerator
 from accel.big_modeling import init_empty_weights
 from accel.engines import plugin_class
 from accel.engines.common.checks import check_multi_device_training
-from accel.engines.common.replica_check import ReplicaCheck
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.observe import replica_check
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.watchdog import WatchdogKwargs
 from accel.precision.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -136,7 +136,7 @@ def failing_tracker() -> None:
 
 
 def steps_between_checks() -> int:
-    return ReplicaCheck(replace(current_process(), world_size=2)).every
+    return replica_check.steps_between_checks(replace(current_process(), world_size=2))
 
 
 def facts_of_process() -> Any:

@@ -91,7 +91,7 @@ def test_pages_say_under_which_engines_a_save_may_stand_inside_a_window():
     may = []
     for name in engines:
         module, _, kind = ENGINES[name].path.partition(":")
-        may.append(getattr(import_module(module), kind).states_type.can_save_mid_window)
+        may.append(getattr(import_module(module), kind).traits.can_save_mid_window)
 
     assert said == ["yes" if each else "rejected" for each in may]
     assert may == [True, True, False, False, False, False]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.utils import GradScalerKwargs
 
 # The first use of a library imports it, and with it others, which takes seconds.

@@ -30,6 +30,7 @@ def problems(root: Path) -> list[str]:
         *hints.check_hints(root, found),
         *torch_free.check_torch_free(found),
         *engine_names.check_engine_names(root, modules),
+        *engine_names.check_engine_imports(modules),
         *limits.check_environment(modules),
         *limits.check_sizes(modules),
         *limits.check_sizes(tools),

@@ -29,10 +29,10 @@ def process(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
     dist.init_process_group("fake", rank=rank, world_size=PROCESSES, store=FakeStore())
     try:
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes) if sizes else None)
-        mesh = accelerator.engine.loaders.mesh
+        mesh = accelerator.engine.data_parallel.mesh
         names = () if mesh is None else mesh.mesh_dim_names or ()
         where = () if mesh is None else mesh.get_coordinate() or ()
-        share, shares = accelerator.engine.loaders.dp_rank_and_size
+        share, shares = accelerator.engine.data_parallel.rank_and_size
         return {
             "engine": accelerator.engine.name,
             "mesh": dict(zip(names, where, strict=True)),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.observe.watchdog import WatchdogKwargs
 from accel.state import PartialState
 from accel.utils import broadcast, gather, gather_object, pad_across_processes, reduce

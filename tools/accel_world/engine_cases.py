@@ -11,7 +11,7 @@ import pytest
 
 from accel.engines import entry_point_engines, find_engine
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
 
 __all__ = ["CASES", "FEW", "HYBRID", "SHARDED_CASES", "Case", "marked", "over_engines"]
@@ -132,8 +132,8 @@ CASES: dict[str, Case] = {
 
 for _name in entry_point_engines():
     _kind = find_engine(_name)
-    assert _kind.settings_type is not None, f"{_name} has no settings_type that requests it"
-    _ask = functools.partial(lambda kind: {"kwargs_handlers": [kind()]}, _kind.settings_type)
+    assert _kind.traits.settings_type is not None, f"{_name} has no settings_type that requests it"
+    _ask = functools.partial(lambda kind: {"kwargs_handlers": [kind()]}, _kind.traits.settings_type)
     CASES |= {f"{_name} alone": Case(1, _kind.name, _ask), _name: Case(2, _kind.name, _ask)}
 
 FEW = {

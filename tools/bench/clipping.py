@@ -101,4 +101,4 @@ def _accel(clips: bool) -> Callable[[], torch.Tensor | None]:
         parameters.append(parameter)
     if clips:
         return lambda: accelerator.clip_grad_norm_(parameters, MAX_NORM)
-    return lambda: accelerator.engine.gradients.norm(parameters)
+    return lambda: accelerator.engine.clip_gradients(parameters)

@@ -206,7 +206,7 @@ class AcceleratedSession:
 
 def _replicas(accelerator: Accelerator) -> int:
     """Processes that count a sample's loss once each."""
-    return accelerator.num_processes // accelerator.engine.gradients.data_parallel_size
+    return accelerator.num_processes // accelerator.engine.data_parallel.reduced_over
 
 
 def run(program: Program, engine: str) -> Trace:

@@ -1,4 +1,7 @@
-"""Names of single engines stay in `accel/engines`; what is documented elsewhere is in a list that shrinks."""
+"""Names of single engines stay in `accel/engines`; what is documented elsewhere is in a list that shrinks.
+
+No engine imports another one.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from pathlib import Path
 
 from repo_checks.tree import Module
 
-__all__ = ["LIST", "check_engine_names"]
+__all__ = ["LIST", "check_engine_imports", "check_engine_names"]
 
 LIST = Path("tools/reference/engine_names.txt")
 _ENGINE = re.compile(r"deepspeed|megatron|ulysses|fsdp|(^|_)ddp|zero3", re.IGNORECASE)
+_ENGINES = ("ddp", "deepspeed", "fsdp1", "fsdp2", "megatron", "xla")
 _AT_HOME = ("accel.engines", "accel_launch")  # the launcher's flags and configuration files are documented
 
 
@@ -26,7 +30,7 @@ def check_engine_names(root: Path, modules: Iterable[Module]) -> list[str]:
     listed = _listed(root / LIST)
     found = {(module.name, name) for module in modules for name in _names(module)}
     problems = [
-        f"{module}: {name} belongs to one engine: put it behind the seam (accel/engines/base)"
+        f"{module}: {name} belongs to one engine: put it behind the seam (accel/engines/base.py)"
         for module, name in sorted(found - listed)
     ]
     gone = [
@@ -34,6 +38,28 @@ def check_engine_names(root: Path, modules: Iterable[Module]) -> list[str]:
         for module, name in sorted(listed - found)
     ]
     return problems + gone
+
+
+def check_engine_imports(modules: Iterable[Module]) -> list[str]:
+    """No engine imports another one: what they share stands beside them.
+
+    Args:
+        modules: The modules of all packages.
+    """
+    return [
+        f"{module.at(item.line)}: the engine {engine} imports the engine {other}: move what both need beside "
+        "them"
+        for module in modules
+        if (engine := _engine_of(module.name))
+        for item in module.imports
+        if (other := _engine_of(item.module)) and other != engine
+    ]
+
+
+def _engine_of(module: str) -> str | None:
+    """The engine that a module belongs to; None for what engines share."""
+    name = module.removeprefix("accel.engines.").split(".")[0]
+    return name if module.startswith("accel.engines.") and name in _ENGINES else None
 
 
 def _listed(path: Path) -> set[tuple[str, str]]:

@@ -155,6 +155,16 @@ def test_the_list_of_engine_names_only_shrinks(repository):
     assert "accel_ops.up has no fsdp_plugin any more: take the line out" in problem
 
 
+def test_no_engine_imports_another_one(repository):
+    plant(repository, "accel.engines.common", "import os")
+    source = "from accel.engines.common import checks\nimport accel.engines.ddp"
+    plant(repository, "accel.engines.ddp", source)
+    assert check_layers.problems(repository) == []
+    plant(repository, "accel.engines.fsdp1.flat", "def late():\n    from accel.engines.ddp import find")
+    (problem,) = check_layers.problems(repository)
+    assert "flat.py:2: the engine fsdp1 imports the engine ddp" in problem
+
+
 def test_what_the_examples_import_comes_with_their_extra(repository):
     (repository / "examples" / "folder").mkdir(parents=True)
     write(repository / "examples" / "data.py", "import os\nimport torch")

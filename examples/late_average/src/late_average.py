@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from accel.engines import Engine
+from accel.engines import Engine, EngineTraits
 from accel_ops.collectives import operations
 
 
@@ -27,24 +27,24 @@ class LateAverage(Engine):
     """Every process has the full model, and nothing is sent while backward runs."""
 
     name = "late_average"
-    settings_type = LateAverageSettings
+    traits = EngineTraits(settings_type=LateAverageSettings)
 
     def __init__(self, context):
         super().__init__(context)
-        self.parameters = {}  # by id, as tensors compare by value
+        self.trained = {}  # by id, as tensors compare by value
 
-    def wrap_model(self, model):
+    def setup_model(self, model):
         """Start from the first process's weights."""
         self.broadcast([*model.parameters(), *model.buffers()])
-        self.parameters.update((id(parameter), parameter) for parameter in model.parameters())
+        self.trained.update((id(parameter), parameter) for parameter in model.parameters())
         return model
 
-    def prepare_optimizer(self, optimizer, place):
+    def setup_optimizer(self, optimizer, place):
         """Include parameters that belong to no model, such as a learned temperature."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.broadcast(parameters)
-        self.parameters.update((id(parameter), parameter) for parameter in parameters)
-        return super().prepare_optimizer(optimizer, place)
+        self.trained.update((id(parameter), parameter) for parameter in parameters)
+        return super().setup_optimizer(optimizer, place)
 
     def broadcast(self, tensors):
         """Broadcast the first process's values."""
@@ -54,16 +54,16 @@ class LateAverage(Engine):
 
     def release(self):
         """Drop the references to parameters, for `free_memory`."""
-        self.parameters.clear()
+        self.trained.clear()
 
     def backward(self, loss, **kwargs):
         """Average at the end of a window; averaging again changes nothing."""
         super().backward(loss, **kwargs)
         if self.context.gradient_state.sync_gradients:
-            trained = [item for item in self.parameters.values() if item.requires_grad]
-            for parameter in trained:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self.average(gradient)  # processes may have used different parameters
+            for parameter in self.trained.values():
+                if parameter.requires_grad:  # processes may have used different ones
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = self.average(gradient)
 
     def average(self, gradient):
         """The mean over all processes."""

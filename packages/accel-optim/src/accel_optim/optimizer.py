@@ -13,7 +13,6 @@ import torch
 
 from accel_ops.trees.send import send_to_device
 from accel_optim import scaler as scaling
-from accel_optim.gradient_sync import GradientSync
 from accel_optim.lomo import steps_in_backward
 from accel_state.gradient import GradientState
 from accel_state.logging.warning import warn
@@ -21,6 +20,9 @@ from accel_state.step_events import StepSkipped
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
+
+    from accel_optim.gradient_sync import GradientSync
+    from accel_optim.parameter_map import ParameterMap
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
@@ -75,7 +77,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: The gradient scaler to step through in fp16 training. Several optimizers may share one; the
             scale is then updated once all that have gradients have stepped.
         gradient_state: The accumulation window's state to follow; by default the newest.
-        gradient_sync: Finds the trained parameters and reduces their gradients; by default nothing to do.
+        gradient_sync: The engine, if it trains other tensors than those of the user's model or reduces
+            gradients.
 
     Raises:
         TypeError: If `optimizer` is wrapped already, or is not an optimizer.
@@ -104,7 +107,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.device_placement = device_placement
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
-        self.gradient_sync = GradientSync() if gradient_sync is None else gradient_sync
+        self.gradient_sync = gradient_sync
         self._start(scaler)
         if device_placement:
             self._place_state()
@@ -161,8 +164,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             param_group: `params` and the group's own options.
         """
-        self.optimizer.add_param_group({**param_group, "params": self._trained(param_group["params"])})
-        self.gradient_sync.register(self.param_groups[-1]["params"])
+        if self.gradient_sync is None:
+            self.optimizer.add_param_group({**param_group})  # a copy, which torch completes
+            return
+        parameters = self.gradient_sync.parameters
+        trained = _trained(parameters, param_group["params"])
+        self.optimizer.add_param_group({**param_group, "params": trained})
+        parameters.register(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer."""
@@ -200,7 +208,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self.gradient_sync.has_unreduced_grads:
+        if self.gradient_sync is not None:
             self.gradient_sync.drop_gradients(self._parameters())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -235,8 +243,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if self._steps_in_backward:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             else:
-                if sync.is_active:
-                    sync.before_step(optimizer.param_groups)
+                if sync is not None:
+                    sync.reduce_accumulated()
+                    sync.parameters.reshard()
                 if scaler is not None:
                     result = self._step_scaled(scaler, closure)
                 else:
@@ -279,14 +288,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Put a schedule-free optimizer in training mode; a no-op for others."""
         # By its method: the schedule-free library need not be installed.
         if callable(train := getattr(self.optimizer, "train", None)):
-            self.gradient_sync.reshard()
+            self._reshard()
             train()
 
     def eval(self) -> None:
         """Put a schedule-free optimizer in evaluation mode; a no-op for others."""
         if callable(evaluate := getattr(self.optimizer, "eval", None)):
-            self.gradient_sync.reshard()
+            self._reshard()
             evaluate()
+
+    def _reshard(self) -> None:
+        if self.gradient_sync is not None:
+            self.gradient_sync.parameters.reshard()
 
     def __getattr__(self, name: str) -> Any:
         # Called only for missing attributes. `optimizer` itself is missing during unpickling.
@@ -295,13 +308,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The gradient state belongs to the process, and the gradient sync to an engine.
+        # The gradient state belongs to the process, and the engine to an Accelerator.
         return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": self.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = state["optimizer"]
         self.device_placement = state["device_placement"]
-        self.gradient_sync = GradientSync()
+        self.gradient_sync = None
         self.gradient_state = GradientState()
         self._start(state["scaler"])
 
@@ -310,17 +323,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
-
-    def _trained(self, parameters: Any) -> Any:
-        if isinstance(parameters, torch.Tensor):
-            return self.gradient_sync.trained_parameters([parameters])
-        if isinstance(parameters, set | frozenset):
-            return parameters  # torch rejects it: its order is not that of other processes
-        parameters = list(parameters)
-        # (name, parameter), which torch takes too.
-        if any(isinstance(item, tuple) for item in parameters):
-            return [(name, self.gradient_sync.trained_parameter(parameter)) for name, parameter in parameters]
-        return self.gradient_sync.trained_parameters(parameters)
 
     def _step_scaled(self, scaler: GradScaler, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:
@@ -368,3 +370,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 if isinstance(values, dict):
                     placed = {name: value for name, value in values.items() if name not in skip}
                     values.update(move_to_device(placed, parameter.device))
+
+
+def _trained(parameters: ParameterMap, group: Any) -> Any:
+    """The `params` of a group with the tensors that train in the place of parameters."""
+    if isinstance(group, torch.Tensor):
+        return parameters.trained_group([group])
+    if isinstance(group, set | frozenset):
+        return group  # torch rejects it: its order is not that of other processes
+    group = list(group)
+    if any(isinstance(item, tuple) for item in group):  # (name, parameter)
+        return [(name, parameters.trained(parameter)) for name, parameter in group]
+    return parameters.trained_group(group)

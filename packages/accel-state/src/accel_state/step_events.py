@@ -203,8 +203,8 @@ class StepEvents:
         """
         if closure is not None:
             return self._publishing(optimizer, closure)
-        if optimizer.gradient_sync.is_active:
-            optimizer.gradient_sync.finish_window()
+        if optimizer.gradient_sync is not None:
+            optimizer.gradient_sync.reduce_accumulated()
         if self._has_new_gradients:
             self.publish_gradients()
         skips = False

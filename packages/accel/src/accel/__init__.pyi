@@ -26,7 +26,7 @@ from accel.big_models.offload.models import disk_offload as disk_offload
 from accel.big_models.pipeline.prepare import prepare_pippy as prepare_pippy
 from accel.big_models.placement.device_map import infer_auto_device_map as infer_auto_device_map
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_ckpt.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data.skip import skip_first_batches as skip_first_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from accel.engines import Engine
     from accel.engines.common.placeholders import PlaceholderScheduler
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+    from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
     from accel.engines.megatron.plugin import MegatronLMPlugin
-    from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
-    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+    from accel.engines.tp_plugin import TorchTensorParallelPlugin
     from accel.trackers.base import GeneralTracker
     from accel.training.types import Decorator, EngineSettings, HasStep, Tree
     from accel_ckpt.config import ProjectConfiguration
@@ -733,7 +733,7 @@ class Accelerator:
                 accelerator.backward(loss_function(model(inputs), targets))
             accelerator.backward(loss_function(model(inputs), targets))
         """
-        return self.engine.gradients.no_sync(model)
+        return self.engine.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -748,7 +748,7 @@ class Accelerator:
             with accelerator.trigger_sync_in_backward(model):
                 accelerator.backward(loss)
         """
-        from accel.engines.ddp.engine import sync_in_backward
+        from accel.engines.ddp import sync_in_backward
 
         return sync_in_backward(model)
 
@@ -927,7 +927,9 @@ class Accelerator:
             with accelerator.maybe_context_parallel([inputs, targets], [1, 1], {inputs, targets}):
                 accelerator.backward(loss_function(model(inputs), targets))
         """
-        return self.engine.loaders.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
+        if (sequences := self.engine.data_parallel.sequences) is None:
+            return nullcontext()
+        return sequences.shard(buffers, buffer_seq_dims, no_restore_buffers)
 
     # Collectives: every process calls them
 
@@ -1253,7 +1255,7 @@ class Accelerator:
     @property
     def should_save_model(self) -> bool:
         """Whether this process holds weights that have to be written."""
-        return self.engine.states.saves_model
+        return self.process.is_main or self.engine.traits.saves_on_all_processes
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state of a prepared model. Every process calls it.
@@ -1271,7 +1273,7 @@ class Accelerator:
                 torch.save(state, "weights.pt")
                 assert torch.load("weights.pt").keys() == state.keys()
         """
-        return self.engine.states.state_dict(model, unwrap)
+        return self.engine.state_dict(model, unwrap)
 
     def save_model(
         self,
@@ -1557,7 +1559,7 @@ class Accelerator:
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """The device mesh of the parallelism config, or the one that the engine made, else None."""
-        return self.engine.loaders.mesh
+        return self.engine.data_parallel.mesh
 
     @property
     def data_parallel_rank(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.utils import broadcast_object_list
 from accel_optim.handlers import GradScalerKwargs
 from accel_state.parallelism.config import ParallelismConfig
@@ -90,7 +90,7 @@ class Session:
         return self.accelerator.unwrap_model(self.model)
 
     def data(self) -> torch.Tensor:
-        rank, size = self.accelerator.engine.loaders.dp_rank_and_size
+        rank, size = self.accelerator.engine.data_parallel.rank_and_size
         return torch.linspace(-1, 1, 32).view(8, 4).chunk(size)[rank]
 
     def evaluate(self) -> None:

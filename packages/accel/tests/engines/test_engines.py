@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.engines import ENGINES, Engine, find_engine
-from accel.engines.ddp.engine import DDPEngine
+from accel.engines.ddp import DDPEngine
 from accel.engines.single import SingleEngine
 from accel_ops.debug.check_collectives import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs

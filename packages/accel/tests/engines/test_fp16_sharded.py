@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_optim.handlers import GradScalerKwargs
 from accel_state.parallelism.config import ParallelismConfig
 
@@ -48,7 +48,7 @@ def train(engine: str, fused: bool) -> list[Any]:
     most = [parameter for parameter in model.parameters() if parameter is not few[0]]
     optimizers = [torch.optim.AdamW(most, 0.1, fused=fused), torch.optim.SGD(few, 0.1)]
     model, *optimizers = accelerator.prepare(model, *optimizers)
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     seen: list[Any] = []
     for step in range(4):
         x = torch.linspace(-1, 1, 16).view(4, 4).chunk(size)[rank]

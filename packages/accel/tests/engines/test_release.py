@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ops.memory import find_executable_batch_size
 from accel_state.parallelism.config import ParallelismConfig
 
@@ -47,7 +47,7 @@ def retry(engine: str, start: int) -> tuple[list[float], int, int]:
         for (x,) in loader:
             loss = model(x).square().mean()
             accelerator.backward(loss)
-            if batch_size > FITS // accelerator.engine.loaders.dp_rank_and_size[1]:
+            if batch_size > FITS // accelerator.engine.data_parallel.size:
                 raise RuntimeError("CUDA out of memory.")
             optimizer.step()
             optimizer.zero_grad()

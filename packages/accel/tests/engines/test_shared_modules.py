@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
 
 def data(accelerator: Accelerator) -> torch.Tensor:
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     return torch.linspace(-1, 1, 16).view(4, 4).chunk(size)[rank]
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.accelerator import Accelerator
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.utils import DataLoaderConfiguration
 from accel_state.parallelism.config import ParallelismConfig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
@@ -73,7 +73,7 @@ def train(engine: str, kind: str) -> list[float] | str:
             average = accelerator.prepare(average.requires_grad_(False))
     except ValueError as error:
         return str(error)
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     data = torch.linspace(-2, 2, 32).view(8, 4).chunk(size)[rank]
     seen = []
     for _ in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
 
 STEPS, WIDTH, MAX_NORM = 2, 8, 0.05
@@ -81,7 +81,7 @@ def train(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, **ENGINES[kind][2]())
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    shard, shards = accelerator.engine.loaders.dp_rank_and_size
+    shard, shards = accelerator.engine.data_parallel.rank_and_size
     assert shards == ENGINES[kind][1]
     norms = []
     for number in range(len(NORM_TYPES) * STEPS):

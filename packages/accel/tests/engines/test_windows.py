@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
@@ -40,7 +40,7 @@ class Layers(torch.nn.Sequential):
 def data(accelerator: Accelerator, number: int) -> torch.Tensor:
     """This process's shard of a batch."""
     whole = torch.linspace(-2, 2, 24).view(6, 4) * (1 + number / 3)
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     return whole.chunk(size)[rank]
 
 

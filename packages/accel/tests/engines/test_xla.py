@@ -19,9 +19,9 @@ import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
 from accel.engines import find_engine
-from accel.engines.base.context import PrepareRequest
+from accel.engines.context import PrepareRequest
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine, XLALoader
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -78,7 +78,7 @@ def two_windows(max_norm: float) -> tuple[list[str], list[float], dict[str, torc
     with pytest.MonkeyPatch.context() as patch:
         calls = stand_in(patch)
         accelerator, model, optimizer = make(steps=2)
-        assert accelerator.engine.loaders.dp_rank_and_size == (accelerator.process_index, 2)
+        assert accelerator.engine.data_parallel.rank_and_size == (accelerator.process_index, 2)
         x, y = (part.chunk(8) for part in data())
         norms = []
         for step in range(4):
@@ -146,7 +146,7 @@ def test_a_prepared_loader_ends_a_step_after_each_batch(monkeypatch):
         torch.nn.Linear(3, 2).requires_grad_(False), torch.utils.data.DataLoader(range(4), batch_size=2)
     )
     assert isinstance(loader, XLALoader)
-    assert accelerator.engine.loaders.wrap_loader(loader) is loader
+    assert accelerator.engine.wrap_loader(loader) is loader
     assert [len(batch) for batch in loader] == [2, 2]
     assert (len(loader), calls) == (2, ["sync", "sync"])
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel.accelerator import Accelerator
-from accel.engines.mesh.tensor.split import split_dims
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
+from accel.engines.tensor_parallel import split_dims
 from accel.estimate.mesh import MeshSizes, mesh_bytes
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.parallelism.config import ParallelismConfig

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ops import DistributedOperationException, set_seed
 
 FSDP = FullyShardedDataParallelPlugin

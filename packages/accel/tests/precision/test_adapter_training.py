@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

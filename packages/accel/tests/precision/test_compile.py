@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.precision.compile import compile_regions, compile_regions_deepspeed, repeated_blocks
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.handlers import TorchDynamoPlugin

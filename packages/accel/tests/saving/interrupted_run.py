@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.files import piece_file
 from accel_ckpt.folder import manifest, recovery, rotation
@@ -39,8 +39,8 @@ FIRST_USED = (  # what is imported on first use: by optimizers, and by what ever
     "torch._dynamo",
     "torch.utils.serialization.config",
     "accel.saving.save",
-    "accel.engines.ddp.engine",
-    "accel.engines.mesh.engine",
+    "accel.engines.ddp",
+    "accel.engines.fsdp2",
     "accel.engines.single",
     "accel.saving.load",
     "accel_ckpt.background.snapshot",

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.saving.adapters import to_model_names, with_wrapper_names
 from accel_ckpt.errors import CheckpointError
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ckpt.sharded import dcp_folder
 from accel_state.parallelism.config import ParallelismConfig
 

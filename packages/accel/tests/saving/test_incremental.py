@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ckpt import checkpoint
 from accel_ckpt.config import ProjectConfiguration
 

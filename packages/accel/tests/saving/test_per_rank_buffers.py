@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin

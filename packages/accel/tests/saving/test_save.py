@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder import manifest

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.training import misuse
 from accel.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_optim.optimizer import AcceleratedOptimizer

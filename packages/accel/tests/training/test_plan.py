@@ -6,6 +6,8 @@ import copy
 import itertools
 import operator
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from functools import partial
@@ -18,9 +20,9 @@ import torch
 from accel import engines
 from accel.accelerator import Accelerator
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.engines.megatron.plugin import MegatronLMPlugin
-from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.tp_plugin import TorchTensorParallelPlugin
 from accel.state import AcceleratorState
 from accel_state import train_plan
 from accel_state.enums import DistributedType
@@ -487,3 +489,12 @@ def test_dynamo_backend_by_name_by_plugin_and_not_both():
         make_train_plan(dynamo_backend="inductor", dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
     plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     assert make_train_plan(dynamo_plugin=plugin).dynamo is plugin
+
+
+def test_an_engine_with_a_member_of_an_old_name_is_rejected(monkeypatch):
+    module = types.ModuleType("old_engine")
+    module.Old = type("Old", (engines.Engine,), {"wrap_model": None})
+    monkeypatch.setitem(sys.modules, "old_engine", module)
+    monkeypatch.setitem(engines.ENGINES, "old", engines.EngineEntry("old_engine:Old", ""))
+    with pytest.raises(TypeError, match=r"the old engine has wrap_model.*it is setup_model now"):
+        engines.find_engine("old")

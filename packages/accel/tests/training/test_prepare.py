@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
 from accel_ops.rng import set_seed
 from accel_optim.optimizer import AcceleratedOptimizer

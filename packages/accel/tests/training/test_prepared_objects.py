@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.engines.base import Loaders
 from accel.engines.common.loader import EngineLoader
-from accel.engines.megatron.engine import MegatronLMGradients
-from accel.engines.sharded.engine import ShardedGradients
+from accel.engines.megatron.engine import MegatronLMEngine
+from accel.engines.sharded_engine import ShardedEngine
+from accel.engines.single import SingleEngine
 from accel.training.prepared_objects import PreparedObjects
 from accel.utils import get_fsdp2_grad_scaler
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -121,7 +121,7 @@ def test_what_a_program_takes_out_of_the_lists_is_not_found_and_not_kept():
     assert [reference() for reference in references] == [None, None]
 
 
-class Wrapping(Loaders):
+class Wrapping(SingleEngine):
     def wrap_loader(self, loader):
         return loader if isinstance(loader, EngineLoader) else Wrapped(loader)
 
@@ -133,7 +133,7 @@ class Wrapped(EngineLoader):
 
 def test_a_loader_that_an_engine_wraps_is_its_wrapper(tmp_path):
     accelerator = Accelerator(cpu=True)
-    accelerator.engine.loaders_type = Wrapping
+    accelerator.run.engine = Wrapping(accelerator.engine.context)
     model, _, data, _ = objects()
     model, loader = accelerator.prepare(model, data)
     assert isinstance(loader, Wrapped)
@@ -152,7 +152,7 @@ def test_a_loader_that_an_engine_wraps_is_its_wrapper(tmp_path):
 
 def test_a_prepared_loader_that_is_wrapped_later_is_its_wrapper():
     accelerator = Accelerator(cpu=True)
-    accelerator.engine.loaders_type = Wrapping
+    accelerator.run.engine = Wrapping(accelerator.engine.context)
     model, _, data, _ = objects()
     inner = accelerator.prepare(data)
     _, loader = accelerator.prepare(model, inner)
@@ -193,16 +193,16 @@ def test_another_scaler_scales_losses_and_steps_what_is_prepared():
 
 def test_a_scaler_that_an_engine_cannot_use_is_refused():
     accelerator = Accelerator(cpu=True)
-    for gradients_type, message in [
-        (ShardedGradients, r"DTensorGradScaler, got a GradScaler.*accel\.utils\.get_fsdp2_grad_scaler"),
-        (MegatronLMGradients, "scales losses itself"),
+    for engine, message in [
+        (ShardedEngine, r"DTensorGradScaler, got a GradScaler.*accel\.utils\.get_fsdp2_grad_scaler"),
+        (MegatronLMEngine, "scales losses itself"),
     ]:
-        accelerator.engine.gradients_type = gradients_type
+        accelerator.engine.traits = engine.traits
         with pytest.raises(ValueError, match=message):
             accelerator.scaler = torch.amp.GradScaler("cpu")
         assert accelerator.scaler is accelerator.engine.context.scaler is None
         accelerator.scaler = None
-    accelerator.engine.gradients_type = ShardedGradients
+    accelerator.engine.traits = ShardedEngine.traits
     accelerator.scaler = scaler = get_fsdp2_grad_scaler()
     assert accelerator.engine.context.scaler is scaler
 

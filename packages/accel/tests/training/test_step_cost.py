@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_optim.handlers import GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -194,9 +194,9 @@ CALLS = {
     "backward": 3,  # the method, its function and the engine's
     "loss_divisor": 1,
     "clip_grad_norm_": 1,
-    "clip_norm": 1,
-    "_clip_uniform": 1,
-    "clip_grad_norm": 1,
+    "reduce_accumulated": 1,
+    "clip_gradients": 1,
+    "clip_grad_norm": 2,  # the method's function and the engine's
     "step": 2,  # the optimizer's and the scheduler's
     "step_was_skipped": 1,
     "zero_grad": 1,

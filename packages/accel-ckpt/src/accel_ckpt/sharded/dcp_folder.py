@@ -59,9 +59,7 @@ def write_folder(
         return
     storage = _storage(folder, writer)
     _collective(
-        lambda: save(
-            state, storage_writer=storage, process_group=group, no_dist=process.world_size == 1
-        ),
+        lambda: save(state, storage_writer=storage, process_group=group, no_dist=process.world_size == 1),
         process,
         f"writing {folder.name}",
         group,

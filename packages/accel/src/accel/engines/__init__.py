@@ -11,20 +11,30 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, PrepareRequest
+from accel.engines.base import Engine
+from accel.engines.context import (
+    DataParallel,
+    EngineCheckpoint,
+    EngineContext,
+    EngineTraits,
+    NativeCheckpoint,
+    PrepareRequest,
+    UnevenInputs,
+)
 from accel_state.imports.packages import install_hint, is_package_available
 
 __all__ = [
     "ENGINES",
     "ENTRY_POINT_GROUP",
+    "DataParallel",
     "Engine",
+    "EngineCheckpoint",
     "EngineContext",
     "EngineEntry",
-    "Gradients",
-    "Loaders",
+    "EngineTraits",
+    "NativeCheckpoint",
     "PrepareRequest",
-    "States",
+    "UnevenInputs",
     "entry_point_engines",
     "find_engine",
     "plugin_class",
@@ -32,6 +42,21 @@ __all__ = [
 
 ENTRY_POINT_GROUP = "accel.engines"
 """The group of entry points by which other packages add engines: engine name = "module:class"."""
+
+
+_RENAMED = {
+    "wrap_model": "setup_model",
+    "prepare_optimizer": "setup_optimizer",
+    "prepare_scheduler": "setup_scheduler",
+    "check_collectively": "check",
+    "gradients_type": "a part of Engine",
+    "states_type": "a part of Engine",
+    "loaders_type": "a part of Engine",
+    "settings_type": "a field of traits",
+    "takes_gradient": "a field of traits",
+    "ignored_handlers": "a field of traits",
+}
+"""Members of engines until accel 0.2, which would be ignored silently in those of other packages."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +78,11 @@ _TORCH = "torch 2.10 or newer, built with torch.distributed"
 
 ENGINES: dict[str, EngineEntry] = {
     "single": EngineEntry("accel.engines.single:SingleEngine", "pip install torch"),
-    "ddp": EngineEntry("accel.engines.ddp.engine:DDPEngine", _TORCH),
+    "ddp": EngineEntry("accel.engines.ddp:DDPEngine", _TORCH),
     "fsdp1": EngineEntry("accel.engines.fsdp1.engine:FSDP1Engine", _TORCH),
     **dict.fromkeys(
         ("fsdp2", "fsdp2 x tp", "fsdp2 x cp", "fsdp2 x cp x tp", "ddp x tp", "tp"),
-        EngineEntry("accel.engines.mesh.engine:MeshEngine", _TORCH),
+        EngineEntry("accel.engines.fsdp2:MeshEngine", _TORCH),
     ),
     "deepspeed": EngineEntry(
         "accel.engines.deepspeed.engine:DeepSpeedEngine", install_hint("deepspeed"), ("deepspeed",)
@@ -76,9 +101,9 @@ ENGINES: dict[str, EngineEntry] = {
 # By path, so that no plugin's module (and what it imports) is loaded for engines that were not requested.
 _PLUGINS = {
     "deepspeed_plugin": "accel.engines.deepspeed.plugin:DeepSpeedPlugin",
-    "fsdp_plugin": "accel.engines.sharded.plugin:FullyShardedDataParallelPlugin",
+    "fsdp_plugin": "accel.engines.fsdp_plugin:FullyShardedDataParallelPlugin",
     "megatron_lm_plugin": "accel.engines.megatron.plugin:MegatronLMPlugin",
-    "torch_tp_plugin": "accel.engines.mesh.tensor.plugin:TorchTensorParallelPlugin",
+    "torch_tp_plugin": "accel.engines.tp_plugin:TorchTensorParallelPlugin",
 }
 
 
@@ -143,4 +168,7 @@ def find_engine(name: str) -> type[Engine]:
         raise ImportError(
             f"the {name.upper()} engine cannot be imported ({error}). It needs: {entry.hint}"
         ) from error
+    for old, new in _RENAMED.items():
+        if hasattr(engine, old):
+            raise TypeError(f"the {name} engine has {old}, which has no effect any more: it is {new} now.")
     return engine

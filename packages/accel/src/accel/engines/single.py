@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from accel.engines.base import Engine
+from accel.engines.context import EngineTraits
 
 
 class SingleEngine(Engine):
     """One process on one device."""
 
     name = "single"
-    takes_gradient = True
+    traits = EngineTraits(takes_gradient=True)
+    _follows_parameters = False

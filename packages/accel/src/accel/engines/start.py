@@ -6,11 +6,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel.engines import Engine, find_engine
-from accel.engines.base.context import EngineContext
+from accel.engines.context import EngineContext, EngineTraits
 from accel.precision.autocast import Precision
+from accel_optim.scaler import get_grad_scaler
+from accel_state.enums import DistributedType
 from accel_state.logging.loggers import get_logger
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.precision.fp8.choice import Fp8
@@ -63,7 +66,7 @@ def start_engine(
             gradient_state=gradient_state,
             name=plan.engine,
             # Made before the engine, whose context is frozen.
-            scaler=kind.gradients_type.make_scaler(device, **options) if precision == "fp16" else None,
+            scaler=make_scaler(kind.traits, state, **options) if precision == "fp16" else None,
             mesh=state.device_mesh,
             mesh_axes=plan.mesh,
             parallelism=plan.parallelism,
@@ -79,11 +82,26 @@ def start_engine(
         " and ".join(plan.reasons["engine"]),
         state.num_processes,
         device,
-        _sizes(engine.loaders.mesh),
+        _sizes(engine.data_parallel.mesh),
         precision,
         " and ".join(plan.reasons["mixed_precision"]) or "the default",
     )
     return engine
+
+
+def make_scaler(traits: EngineTraits, state: AcceleratorState, **options: Any) -> torch.amp.GradScaler | None:
+    """The loss scaler of fp16 training, or None if the engine scales losses itself.
+
+    Args:
+        traits: Those of the engine.
+        state: The facts of the process.
+        **options: Those of torch.amp.GradScaler.
+    """
+    if traits.scales_losses:
+        return None
+    # Where gradients are sharded each process would decide from its own shards which steps to skip.
+    kind = DistributedType.FSDP if traits.shards_gradients else state.distributed_type
+    return get_grad_scaler(kind, device_type=state.device.type, **options)
 
 
 def _make_fp8(plan: TrainPlan, recipe: Any) -> Fp8 | None:

@@ -1,7 +1,7 @@
 """What engines use of torch that torch does not document, one function each, with the reason.
 
 Each names the versions of torch that it was tested with; another one may lack it. What belongs to one wrapper
-of torch is with the code for that wrapper: `mesh/fsdp2_private.py`, `fsdp1/flat.py`, `ddp/engine.py` and
+of torch is with the code for that wrapper: `fsdp2_gradients.py`, `fsdp1/flat.py`, `ddp.py` and
 `common/gradient_waits.py`.
 
 torch's modules are imported in the functions, as programs that do not need them should not load them.
@@ -138,10 +138,8 @@ def is_gathered(group: Any) -> bool:
 
     torch 2.10 to 2.15. `unshard` and `reshard` are documented, but not which of them was called last.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-
-    # The same for the whole group.
-    return group.fsdp_params[0].sharded_state is ShardedState.UNSHARDED
+    # The same for the whole group. By name, as an import would cost more, in each step.
+    return bool(group.fsdp_params[0].sharded_state.name == "UNSHARDED")
 
 
 def is_in_backward(group: Any) -> bool:
@@ -149,15 +147,13 @@ def is_in_backward(group: Any) -> bool:
 
     torch 2.10 to 2.15. The output of its module has a gradient then; the parameters may have none.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    return bool(group._training_state == TrainingState.PRE_BACKWARD)
+    return bool(group._training_state.name == "PRE_BACKWARD")
 
 
 def unsharded_parameter(parameter: Any) -> Any:
     """The full parameter of one that `fully_shard` shards; None before the first forward pass.
 
-    torch 2.10 to 2.15. The module has it only while it is gathered, and its unreduced gradient is kept longer.
+    torch 2.10 to 2.15. The module has it only while it is gathered; its unreduced gradient is kept longer.
 
     Args:
         parameter: One of the `fsdp_params` of a group, torch's FSDPParam.

@@ -8,20 +8,18 @@ accel is tested with: the calls are those of torch_xla 2.9, and the tests use a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext
+from accel.engines.base import Engine
 from accel.engines.common.full_state import FullStateOptimizer
 from accel.engines.common.loader import EngineLoader
+from accel.engines.context import EngineContext, EngineTraits
 from accel_ops.trees.send import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
-from accel_optim.scaler import get_grad_scaler
-from accel_state.enums import DistributedType
 
 
 def _xla_model() -> Any:
@@ -34,65 +32,16 @@ def _end_step() -> None:
     import_module("torch_xla").sync()
 
 
-class XLALoaders(Loaders):
-    """Loaders that mark steps."""
-
-    def wrap_loader(self, loader: Any) -> Any:
-        """The prepared loader, which marks a step after each batch, for loops that only evaluate."""
-        return loader if isinstance(loader, XLALoader) else XLALoader(loader)
-
-
-class XLAGradients(Gradients):
-    """Gradients that are averaged before they are clipped."""
-
-    engine: XLAEngine
-
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler:
-        """The scaler of torch_xla."""
-        scaler: torch.amp.GradScaler = get_grad_scaler(DistributedType.XLA, **options)
-        return scaler
-
-    def clip_norm(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Average the gradients, unless already done, and clip them by their norm."""
-        self.engine.reduce_gradients()
-        return super().clip_norm(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Average the gradients, unless already done, and clip each."""
-        self.engine.reduce_gradients()
-        super().clip_value(parameters, clip_value)
-
-
-class XLAStates(States):
-    """States, copied to the CPU first."""
-
-    engine: XLAEngine
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state on the CPU, as files must not depend on XLA devices."""
-        state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
-        return state
-
-    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its state on the CPU."""
-        return FullStateOptimizer(optimizer, send_to_device(optimizer.state_dict(), "cpu"))
-
-
 class XLAEngine(Engine):
     """Every process has the full model on one XLA device."""
 
-    loaders_type = XLALoaders
-    gradients_type = XLAGradients
-    states_type = XLAStates
-
     name = "xla"
-
-    ignored_handlers: ClassVar = {
-        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
-    }
+    traits = EngineTraits(
+        saves_collectively=True,
+        ignored_handlers={
+            "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
+        },
+    )
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -104,28 +53,32 @@ class XLAEngine(Engine):
         # Ordered, unlike a WeakSet.
         self._optimizers: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()
 
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Broadcast the weights of the first process to the model."""
         if self.context.process.world_size > 1:
             # A collective of torch_xla: every process wraps its models in the same order.
             _xla_model().broadcast_master_param(model)
         return model
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """Wrap an optimizer: gradients are averaged before its step, and the step is marked afterwards."""
         prepared = XLAOptimizer(
             optimizer,
-            self.reduce_gradients,
             device_placement=place,
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
+            gradient_sync=self,
         )
         self._optimizers[prepared] = None
         return prepared
 
-    # Gradients
+    def wrap_loader(self, loader: Any) -> Any:
+        """The prepared loader, which marks a step after each batch, for loops that only evaluate."""
+        return loader if isinstance(loader, XLALoader) else XLALoader(loader)
 
-    def reduce_gradients(self) -> None:
+    # In a step
+
+    def reduce_accumulated(self) -> None:
         """Average the gradients of all prepared optimizers, once at the end of a window."""
         state = self.context.gradient_state
         # Clipping may have reduced them already: once per window.
@@ -136,30 +89,31 @@ class XLAEngine(Engine):
             _xla_model().reduce_gradients(optimizer.optimizer)
         state.is_xla_gradients_synced = True
 
+    # Saving
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state on the CPU, as files must not depend on XLA devices."""
+        state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
+        return state
+
+    def to_save(self, item: Any) -> Any:
+        """The model, or the optimizer with its state on the CPU."""
+        if isinstance(item, torch.nn.Module):
+            return super().to_save(item)
+        return FullStateOptimizer(item, send_to_device(item.state_dict(), "cpu"))
+
 
 class XLAOptimizer(AcceleratedOptimizer):
-    """An optimizer whose gradients are averaged before they are unscaled, and whose step is marked.
-
-    Args:
-        optimizer: The optimizer.
-        reduce_gradients: Averages the gradients of a window that has ended.
-        **options: Options of AcceleratedOptimizer.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, reduce_gradients: Callable[[], None], **options: Any
-    ) -> None:
-        super().__init__(optimizer, **options)
-        self._reduce_gradients = reduce_gradients
+    """An optimizer whose gradients are averaged before they are unscaled, and whose step is marked."""
 
     def unscale_gradients(self) -> None:
         """Average the gradients, and divide them by the loss scale."""
-        self._reduce_gradients()
+        if self.gradient_sync is not None:
+            self.gradient_sync.reduce_accumulated()
         super().unscale_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, step and mark the step, at the window's boundary only."""
-        self._reduce_gradients()
+        """Step and mark the step, at the window's boundary only."""
         result = super().step(closure)
         if self.gradient_state.sync_gradients:
             self.gradient_state.is_xla_gradients_synced = False

@@ -60,7 +60,7 @@ class Tensors:
                 f"--tp_size {processes} splits weights by the plan of a model, which files have not. Put "
                 "its config.json into the folder, or name module:callable."
             )
-        from accel.engines.mesh.tensor.split import split_dims
+        from accel.engines.tensor_parallel import split_dims
 
         return split_dims(self.module, processes)
 

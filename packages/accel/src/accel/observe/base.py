@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from accel.observe.replica_check import ReplicaCheck, steps_between_checks
 from accel_state import env
 from accel_state.handlers import KwargsHandler
 from accel_state.logging.warning import warn
@@ -48,6 +49,8 @@ def start_observers(run: Run, handlers: Sequence[ObserverKwargs | Observer]) -> 
             kind = getattr(importlib.import_module(module), name)
             if not any(isinstance(item, kind) for item in requested):
                 requested.append(kind())
+    if every := steps_between_checks(run.process):
+        requested.append(ReplicaCheck(run, every))
     kinds = {kind.__name__ for item in requested for kind in type(item).__mro__}  # by name, to import none
     if env.get("ACCELERATE_WATCHDOG_ABORT") and "WatchdogKwargs" not in kinds:
         warn(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from accel.engines.base import is_native
+from accel.engines.distributed import DistributedEngine
 from accel_ops.debug import sync
 
 if TYPE_CHECKING:
@@ -31,17 +33,24 @@ def verify_sync(
     Raises:
         DistributedOperationException: On every process, if something differs.
     """
-    states, chosen = run.engine.states, models or run.prepared.models
+    engine, chosen = run.engine, models or run.prepared.models
     # Those of a pipeline have other layers on each process.
-    left_out = [model for model in chosen if not states.has_all_names(model)]
+    left_out = [model for model in chosen if engine.traits.splits_layers and is_native(engine, model)]
     names = sync.verify_sync(
         *(model for model in chosen if not any(model is item for item in left_out)),
         buffers=buffers,
         rng=rng,
         process=run.process,
-        is_shard=states.is_shard,
+        is_shard=engine.parameters.is_shard,
     )
     return [*(type(model).__name__ for model in left_out), *names]
+
+
+def replicas_may_differ(run: Run) -> bool:
+    """Whether replicas may differ now, or processes do not step at the same time."""
+    uneven_inputs = run.engine.data_parallel.uneven_inputs
+    in_no_sync = isinstance(run.engine, DistributedEngine) and run.engine.in_no_sync
+    return in_no_sync or (uneven_inputs is not None and uneven_inputs.active)
 
 
 def verify_before_save(run: Run, process: ProcessInfo) -> None:
@@ -53,5 +62,5 @@ def verify_before_save(run: Run, process: ProcessInfo) -> None:
     if not process.debug or process.world_size == 1 or not run.prepared.models:
         return
     # Replicas of LocalSGD are apart between its averages.
-    if not getattr(run.engine.gradient_sync, "may_differ", False):
+    if not replicas_may_differ(run):
         verify_sync(run, run.prepared.models, buffers=False, rng=False)

@@ -32,7 +32,7 @@ from accel_ckpt.training_state.undo import undo_on_error
 from accel_state.verify import is_verifying, output_path, warn_without_checkpoint
 
 if TYPE_CHECKING:
-    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+    from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
     from accel.training.run import HasRun, Run
 
 Folder = str | os.PathLike[str]
@@ -71,7 +71,7 @@ def save_fsdp_model(
         weights = pack_extra_state(weights, f"model {model_index}", process)
         write_folder({"model": weights}, folder, process)
         return
-    full_state = accelerator.run.engine.states.state_dict(model)
+    full_state = accelerator.run.engine.state_dict(model)
     if adapter_only and full_state:  # empty except on the process that writes
         full_state = {name: full_state[named] for name, named in adapter_names(model, full_state).items()}
     _write_full(accelerator.run, full_state, output_dir, file_names.gathered_model_file(model_index))
@@ -120,9 +120,9 @@ def load_fsdp_model(
         weights = unpack_extra_state(weights)
         options = StateDictOptions(strict=not is_partial)
         # torch's function also loads tensors that are not sharded, and returns the incompatible keys.
-        return set_model_state_dict(engine.states.state_root(model), weights, options=options)
+        return set_model_state_dict(engine.to_save(model), weights, options=options)
     full_state = _read_full(accelerator.run, input_dir, name)
-    target = engine.states.model_to_load(model)
+    target = engine.to_load(model)
     if target is model:  # not sharded: saved by the names of the original model
         target = engine.unwrap_model(model, keep_torch_compile=False)
     if is_partial:
@@ -156,12 +156,12 @@ def save_fsdp_optimizer(
     """
     output_dir = output_path(output_dir)
     if _is_sharded(fsdp_plugin, use_dcp):
-        root = accelerator.run.engine.states.state_root(model)
+        root = accelerator.run.engine.to_save(model)
         state = {"optimizer": sharded_state_to_save(root, getattr(optimizer, "optimizer", optimizer))}
         folder = Path(output_dir) / file_names.sharded_optimizer_folder(optimizer_index)
         write_folder(values.encode(state, f"optimizer {optimizer_index}"), folder, accelerator.run.process)
         return
-    full_state = accelerator.run.engine.states.optimizer_to_save(optimizer).state_dict()
+    full_state = accelerator.run.engine.to_save(optimizer).state_dict()
     _write_full(accelerator.run, full_state, output_dir, file_names.optimizer_file(optimizer_index))
 
 
@@ -200,12 +200,12 @@ def load_fsdp_optimizer(
         return
     if is_sharded:
         folder = _find_sharded_folder(accelerator.run, input_dir, name)
-        load_sharded_optimizer(accelerator.run.engine.states.state_root(model), inner, folder, process)
+        load_sharded_optimizer(accelerator.run.engine.to_save(model), inner, folder, process)
         return
     # Every process reads the file and takes its shard: nothing is sent.
     full_state = _read_full(accelerator.run, input_dir, name)
-    states = accelerator.run.engine.states
-    target, owner = states.optimizer_to_load(optimizer), states.model_to_load(model)
+    engine = accelerator.run.engine
+    target, owner = engine.to_load(optimizer), engine.to_load(model)
 
     def load() -> None:
         state, differences = match_groups(name, optimizer_index, full_state, target, [owner])
@@ -243,7 +243,7 @@ def _is_missing_under_verify(function: str, folder: Folder, name: str) -> bool:
 
 
 def _sharded_weights(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
-    state = get_model_state_dict(run.engine.states.state_root(model))
+    state = get_model_state_dict(run.engine.to_save(model))
     return {name: state[name] for name in adapter_names(model, state).values()} if adapter_only else state
 
 

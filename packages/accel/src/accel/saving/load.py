@@ -7,11 +7,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.engines.base import is_native
+from accel.engines.common.checks import check_foreign
 from accel.observe.base import observed
 from accel.saving.per_rank_buffers import read_per_rank_buffers, set_per_rank_buffers
 from accel.saving.save import checkpoints_root, free_number, models_for_hooks, sharded_models_and_optimizers
 from accel.training.arguments import reject_misspelt
-from accel.training.gradients import drop_gradients, has_gradients
+from accel.training.gradients import drop_gradients
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -92,21 +94,19 @@ def _restore(
         folder, reader = _open_newest(run, read)
     engine = run.engine
     skipped = _call_hooks(run, reader, strict)
-    optimizers = [item for item in run.prepared.optimizers if not engine.states.has_native_checkpoint(item)]
+    optimizers = [item for item in run.prepared.optimizers if not is_native(engine, item)]
     # On any number of processes, and under any engine.
     is_sharded = any(file_names.role_of(name) == "sharded" for name in reader.names)
     # Models whose weights the engine reads from its own files are not for `restore`.
-    native = {
-        index for index, model in enumerate(run.prepared.models) if engine.states.has_native_checkpoint(model)
-    }
+    native = {index for index, model in enumerate(run.prepared.models) if is_native(engine, model)}
     models = {
-        index: engine.states.model_to_load(model)
+        index: engine.to_load(model)
         for index, model in enumerate(run.prepared.models)
         if index not in native and not is_sharded
     }
     objects = Objects(
         [model for index, model in models.items() if index not in skipped],
-        [] if is_sharded else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
+        [] if is_sharded else [engine.to_load(optimizer) for optimizer in optimizers],
         run.prepared.schedulers,
         run.prepared.loaders,
         run.scaler,
@@ -114,7 +114,7 @@ def _restore(
         _sharded_objects(run, skipped) if is_sharded else None,
         # The optimizer of a model that a hook has removed needs the names of its parameters.
         list(models.values()),
-        is_sharded=engine.gradients.are_sharded,
+        is_sharded=engine.traits.shards_gradients,
     )
     buffers = read_per_rank_buffers(run, reader)  # before anything changes
     result = restore(
@@ -127,7 +127,8 @@ def _restore(
         **{} if native else options,
     )
     set_per_rank_buffers(run, buffers)
-    engine.states.load_native(reader.folder, **options)  # DeepSpeed and Megatron read their own files
+    if (checkpoint := engine.checkpoint.native) is not None:
+        checkpoint.load(reader.folder, **options)  # DeepSpeed and Megatron read their own files
     forget_round(run.scaler)  # previous overflows do not apply to the loaded scale
     _continue_window(run, reader, result)
     _set_next_number(run, folder)
@@ -140,7 +141,11 @@ def _call_hooks(run: Run, reader: CheckpointReader, strict: bool | None) -> set[
     remaining = list(hook_models)
 
     def call_hooks() -> None:
-        run.engine.states.check_native(reader.names)  # before anything changes
+        # Before anything changes.
+        if (checkpoint := run.engine.checkpoint.native) is not None:
+            checkpoint.check(reader.names)
+        else:
+            check_foreign(reader.names, run.engine.name)
         # Hooks may remove models from the list, which they load themselves.
         for hook in run.load_hooks.values():
             hook(remaining, str(reader.folder))
@@ -158,7 +163,7 @@ def _call_hooks(run: Run, reader: CheckpointReader, strict: bool | None) -> set[
 
 def _continue_window(run: Run, reader: CheckpointReader, result: dict[str, Any]) -> None:
     """Restore the position in the accumulation window."""
-    if has_gradients(run) and not reader.facts.get("open_window"):
+    if not reader.facts.get("open_window"):
         drop_gradients(run)  # of the abandoned window
     if "window" in result:
         run.window.load_state_dict(result["window"])

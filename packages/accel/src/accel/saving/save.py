@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.engines.base.states import States
+from accel.engines.base import is_native
+from accel.engines.common.checks import warn_of_options
+from accel.engines.common.gradients import tensors_with_grad
 from accel.observe.base import observed
 from accel.observe.sync import verify_before_save
 from accel.saving.per_rank_buffers import save_per_rank_buffers
@@ -55,7 +57,7 @@ def save_model(
     if saver is None:
         return
     process = saver  # for the function below, in which mypy knows no narrower type
-    state, folder = run.engine.states.state_dict(model, True), str(output_path(folder))
+    state, folder = run.engine.state_dict(model, True), str(output_path(folder))
     each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
@@ -137,7 +139,8 @@ def _write_checkpoint(
     thread.wait()
     # Checks come before the folder is created: a failing call leaves nothing behind.
     _check_window(run)
-    run.engine.states.check_save(run.prepared.optimizers)
+    if (check := run.engine.checkpoint.check) is not None:
+        check(run.prepared.optimizers)
     run.misuse.before_save(run)
     verify_before_save(run, process)
     end_round(run.scaler)  # or the saved scale would not include the overflows of the last steps
@@ -148,7 +151,7 @@ def _write_checkpoint(
     with staged(
         folder, save_on_each_node=each_node, process=process, blocking=blocking, incremental=incremental
     ) as staging:
-        saves_sharded = run.engine.states.saves_sharded
+        saves_sharded = run.engine.checkpoint.format == "sharded"
         weights, optimizers = (_sharded_states_for_hooks(run), []) if saves_sharded else _full_states(run)
         # By the states' ids, as hooks may remove some from the list.
         frozen = _frozen(run, weights) if incremental and not saves_sharded else {}
@@ -172,7 +175,7 @@ def _write_checkpoint(
                 gradients=get_gradients(run.prepared.models) if run.window.step else None,
                 window=run.window.state_dict(),
                 frozen=[] if saves_sharded else [frozen.get(id(state), ()) for state in weights],
-                gathered=run.engine.states.gathers_full_state,
+                gathered=run.engine.checkpoint.format == "gathered",
                 process=process,
             )
 
@@ -186,9 +189,12 @@ def _write_checkpoint(
             save_sharded_state(
                 staging.path, **sharded_models_and_optimizers(run), skipped=skipped, process=process
             )
-        if run.engine.gradients.are_sharded:
+        if run.engine.traits.shards_gradients:
             save_per_rank_buffers(run, staging)
-        run.engine.states.save_native(staging.path, **options)
+        if (native := run.engine.checkpoint.native) is not None:
+            native.save(staging.path, **options)
+        else:
+            warn_of_options(run.engine.name, options)
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
         if config.automatic_checkpoint_naming:
@@ -202,7 +208,7 @@ def _write_checkpoint(
 
 def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
     """Write a registered object's state; sharded tensors are written by all processes."""
-    if not run.engine.gradients.are_sharded:
+    if not run.engine.traits.shards_gradients:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return
@@ -213,10 +219,7 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
 
 def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection[str]]:
     """Return the names of the frozen weights of each full state, by the id of the state."""
-    states = run.engine.states
-    models = (
-        [model for model in run.prepared.models if not states.has_native_checkpoint(model)] if weights else []
-    )
+    models = [model for model in run.prepared.models if not is_native(run.engine, model)] if weights else []
     return {id(state): frozen_names(model) for state, model in zip(weights, models, strict=True)}
 
 
@@ -224,13 +227,9 @@ def _full_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return the states that one process writes for all."""
     engine = run.engine
     # Collective under some engines: every process calls it, even those that write nothing.
-    weights = [
-        run.engine.states.state_dict(model)
-        for model in run.prepared.models
-        if not engine.states.has_native_checkpoint(model)
-    ]
-    optimizers = [item for item in run.prepared.optimizers if not engine.states.has_native_checkpoint(item)]
-    return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
+    weights = [run.engine.state_dict(model) for model in run.prepared.models if not is_native(engine, model)]
+    optimizers = [item for item in run.prepared.optimizers if not is_native(engine, item)]
+    return weights, [engine.to_save(item) for item in optimizers]
 
 
 def _sharded_states_for_hooks(run: Run) -> list[dict[str, Any]]:
@@ -239,7 +238,7 @@ def _sharded_states_for_hooks(run: Run) -> list[dict[str, Any]]:
         return []
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return [get_model_state_dict(run.engine.states.state_root(model)) for model in run.prepared.models]
+    return [get_model_state_dict(run.engine.to_save(model)) for model in run.prepared.models]
 
 
 def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
@@ -249,10 +248,10 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
     engine = run.engine
-    models = [engine.states.state_root(model) for model in run.prepared.models]
+    models = [engine.to_save(model) for model in run.prepared.models]
     # Under FSDP a model may have other tensors than its optimizer; tensors_with_grad returns the latter's.
     parameter_ids = [
-        {id(item) for item in engine.gradients.tensors_with_grad(model.parameters())} for model in models
+        {id(item) for item in tensors_with_grad(engine.parameters, model.parameters())} for model in models
     ]
     optimizers, owners = [], []
     for item in run.prepared.optimizers:
@@ -271,7 +270,7 @@ def sharded_models_and_optimizers(run: Run) -> dict[str, Any]:
 
 
 def _check_window(run: Run) -> None:
-    if run.window.step and not run.engine.states.can_save_mid_window:
+    if run.window.step and not run.engine.traits.can_save_mid_window:
         raise ValueError(
             f"save_state in the middle of an accumulation window ({run.window.step} of "
             f"{run.gradient_state.num_steps} micro-batches): the {run.engine.name} engine "
@@ -282,7 +281,7 @@ def _check_window(run: Run) -> None:
 
 def models_for_hooks(run: Run) -> list[torch.nn.Module]:
     """Return the prepared models that hooks get: replicas without their wrapper."""
-    if type(run.engine.states) is not States:
+    if run.engine.traits.saves_collectively:
         return list(run.prepared.models)
     return [run.engine.unwrap_model(model) for model in run.prepared.models]
 

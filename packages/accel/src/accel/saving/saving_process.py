@@ -10,7 +10,6 @@ from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from accel.engines.base.states import States
 from accel_ops.collectives.store_barrier import store_barrier
 from accel_state.logging.warning import is_framework_frame, user_frame, warn
 
@@ -48,7 +47,7 @@ def saving_process(run: Run, what: str, main_process_only: bool | None) -> Proce
     process = run.process
     if process.world_size == 1:
         return process
-    if type(run.engine.states) is not States:
+    if run.engine.traits.saves_collectively:
         if main_process_only:
             raise ValueError(
                 f"{what}(main_process_only=True): the {run.engine.name} engine saves on all processes. Call "

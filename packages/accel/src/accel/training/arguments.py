@@ -129,7 +129,7 @@ def warn_unread(handlers: Handlers, engine: Engine) -> None:
         handlers: The handlers.
         engine: The engine.
     """
-    for field, reason in engine.ignored_handlers.items():
+    for field, reason in engine.traits.ignored_handlers.items():
         handler = getattr(handlers, field)
         unset = {} if handler is None else vars(type(handler)())  # defaults may come from the environment
         changed = [name for name in unset if vars(handler)[name] != unset[name]]

@@ -27,7 +27,7 @@ def gather_for_metrics(run: Run, data: Any, use_gather_object: bool, loader: Any
         data,
         passes=metrics.current_passes(run.gradient_state, loader),
         process=run.process,
-        shard=run.engine.loaders.dp_rank_and_size,
+        shard=run.engine.data_parallel.rank_and_size,
         use_gather_object=use_gather_object,
         shares_sequences=parallelism is not None and parallelism.cp_enabled,
         is_training=is_training(run),
@@ -40,7 +40,7 @@ def reduce(run: Run, tensor: _T, reduction: Reduction, scale: float) -> _T:
     if run.process.world_size > 1 and not is_training(run):
         from accel.training import metrics
 
-        metrics.warn_of_reduced_padding(run.gradient_state, run.engine.loaders.dp_rank_and_size[1], reduction)
+        metrics.warn_of_reduced_padding(run.gradient_state, run.engine.data_parallel.size, reduction)
     return operations.reduce(tensor, reduction, scale, process=run.process)
 
 

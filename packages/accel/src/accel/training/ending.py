@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.training.gradients import drop_gradients, has_gradients
+from accel.training.gradients import drop_gradients
 from accel_ops.memory import release_memory
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ def free_memory(run: Run, objects: Sequence[Any]) -> list[Any]:
 
     reset_seeding(run.gradient_state)
     # Before the objects are dropped, through which the gradients are found.
-    if has_gradients(run):
-        drop_gradients(run)
+    drop_gradients(run)
     run.prepared.clear()
     run.engine.release()  # what engines hold themselves (DeepSpeed's and Megatron's models)
     run.lomo = None

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.engines.common.gradients import tensors_with_grad
 from accel.engines.common.loader import unwrap_loader
+from accel.engines.start import make_scaler
 from accel.training.prepare import find_prepared_optimizer, has_any_parameter
+from accel_ops.collectives import operations
 from accel_optim import lomo, precision
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scaler import true_on_any_rank
@@ -30,17 +33,16 @@ if TYPE_CHECKING:
 
 
 def drop_gradients(run: Run) -> None:
-    """Drop the gradients of everything prepared, also those that an engine holds back."""
+    """Drop the gradients of an abandoned window: of everything prepared, also what an engine has not reduced.
+
+    Nothing happens where no window is open.
+    """
+    if not run.engine.drop_gradients() and not run.window.step:
+        return
     # The torch optimizers: a wrapper's zero_grad does nothing inside a window.
     optimizers = (getattr(item, "optimizer", item) for item in run.prepared.optimizers)
     for holder in (*run.prepared.models, *optimizers):
         holder.zero_grad()
-    run.engine.gradient_sync.drop_gradients()
-
-
-def has_gradients(run: Run) -> bool:
-    """Whether an accumulation window is open, or an engine holds gradients back in `no_sync`."""
-    return bool(run.window.step) or run.engine.gradient_sync.has_unreduced_grads
 
 
 def accumulate(
@@ -48,7 +50,7 @@ def accumulate(
 ) -> contextlib.AbstractContextManager[Any]:
     """See `Accelerator.accumulate`."""
     # Nothing to hold back: the window itself is the context, as it counts micro-batches.
-    if not run.engine.gradients_type.reduces_in_backward:
+    if not run.engine.traits.reduces_in_backward:
         return run.window if loader is None else _MicroBatch(run.window, run.engine, (), loader)
     return _MicroBatch(run.window, run.engine, models, loader)
 
@@ -75,13 +77,13 @@ def set_scaler(run: Run, scaler: torch.amp.GradScaler | None) -> None:
 
 
 def _check_scaler(run: Run, scaler: torch.amp.GradScaler) -> None:
-    gradients_type = run.engine.gradients_type
-    default = gradients_type.make_scaler(run.process.device.type)
+    traits = run.engine.traits
+    default = make_scaler(traits, run.state)
     if default is None:
         raise ValueError(f"accelerator.scaler is set, but {run.engine.name} scales losses itself.")
     if not isinstance(scaler, type(default)):
         # With another one each process would decide from its own shards which steps to skip.
-        fix = " Make it by accel.utils.get_fsdp2_grad_scaler()." if gradients_type.are_sharded else ""
+        fix = " Make it by accel.utils.get_fsdp2_grad_scaler()." if traits.shards_gradients else ""
         raise ValueError(
             f"accelerator.scaler: {run.engine.name} needs a {type(default).__name__}, got a "
             f"{type(scaler).__name__}.{fix}"
@@ -160,20 +162,18 @@ def clip_grad_norm(
     """See `Accelerator.clip_grad_norm_`."""
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if run.gradient_state.sync_gradients:
-        if run.engine.gradient_sync.is_active:
-            run.engine.gradient_sync.finish_window()
+        run.engine.reduce_accumulated()
         if (events := run.gradient_state.events) is not None:
             events.publish_gradients()
         if run.scaler is not None or run.lomo is not None:
             tensors = _unscaled(run, tensors)
-        gradients = run.gradients or run.engine.gradients
-        norm = gradients.clip_norm(tensors, max_norm, norm_type)
+        norm = run.engine.clip_gradients(tensors, max_norm=max_norm, norm_type=norm_type)
         if events is not None:
             for notify in events.gradients_clipped:
                 notify(norm)
         return norm
     # The gradients so far, of this process: they are neither reduced nor unscaled.
-    norm = run.engine.gradients.norm(tensors, norm_type)
+    norm = run.engine.clip_gradients(tensors, norm_type=norm_type)
     if norm is None or run.scaler is None:
         return norm
     return norm / run.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
@@ -182,14 +182,13 @@ def clip_grad_norm(
 def clip_grad_value(run: Run, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
     """See `Accelerator.clip_grad_value_`."""
     if run.gradient_state.sync_gradients:
-        if run.engine.gradient_sync.is_active:
-            run.engine.gradient_sync.finish_window()
+        run.engine.reduce_accumulated()
         if (events := run.gradient_state.events) is not None:
             events.publish_gradients()
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if run.scaler is not None or run.lomo is not None:
             tensors = _unscaled(run, tensors)
-        run.engine.gradients.clip_value(tensors, clip_value)
+        run.engine.clip_gradients(tensors, clip_value=clip_value)
 
 
 def autocast(run: Run, options: AutocastKwargs | None) -> contextlib.AbstractContextManager[Any]:
@@ -209,7 +208,7 @@ def _can_start_from(run: Run, loss: torch.Tensor, kwargs: dict[str, Any]) -> boo
         and loss.numel() == 1
         and loss.is_floating_point()
         and run.scaler is None
-        and run.engine.takes_gradient
+        and run.engine.traits.takes_gradient
         and "gradient" not in kwargs
     )
 
@@ -232,7 +231,7 @@ def unscale_gradients(run: Run, optimizer: Any) -> None:
     if run.scaler is None or not run.gradient_state.sync_gradients:
         return
     # First, as what an engine still holds back is multiplied by the scale too.
-    run.engine.gradient_sync.finish_window()
+    run.engine.reduce_accumulated()
     if (events := run.gradient_state.events) is not None:
         events.publish_gradients()
     chosen: Sequence[Any] = run.prepared.optimizers
@@ -245,7 +244,7 @@ def unscale_gradients(run: Run, optimizer: Any) -> None:
 
 def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
-    tensors = run.engine.gradients.tensors_with_grad(parameters)
+    tensors = tensors_with_grad(run.engine.parameters, parameters)
     if run.lomo is not None and has_any_parameter(run.lomo, {id(tensor) for tensor in tensors}):
         lomo.warn_about_clipping(run.lomo)
     if run.scaler is not None and run.scaler.is_enabled():
@@ -293,7 +292,7 @@ class _MicroBatch:
             raise
 
     def _enter_no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        no_sync = self.engine.gradients.no_sync
+        no_sync = self.engine.no_sync
         if len(self.models) == 1:  # the usual case, without a stack of contexts
             no_sync_context = no_sync(self.models[0])
             no_sync_context.__enter__()
@@ -323,13 +322,42 @@ class _Gathered:
 
     @property
     def divisor(self) -> int:
-        """The number of processes where the engine averages their gradients, 1 where it adds them up."""
-        engine = self.run.engine
-        return engine.gradients.data_parallel_size if engine.gradients.reduction == "mean" else 1
+        """The number of processes over which the engine averages gradients."""
+        return self.run.engine.data_parallel.reduced_over
 
     def total_weight(self, weight: Weight) -> Weight:
-        """Add up a weight over the processes."""
-        return self.run.engine.gradients.total_weight(weight, self.precision)
+        """Add up a weight over the processes.
+
+        Args:
+            weight: A number, or a scalar tensor on the accelerator.
+
+        Returns:
+            The same on all processes: a number if that needs no device synchronization, else a tensor.
+
+        Raises:
+            ValueError: If the engine weights losses itself.
+            RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
+        """
+        engine, process = self.run.engine, self.run.process
+        if engine.traits.rejects_weights:
+            raise ValueError(engine.traits.rejects_weights)
+        if engine.data_parallel.uneven_inputs is not None and engine.data_parallel.uneven_inputs.active:
+            raise RuntimeError(
+                "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
+                "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
+                "(the default) or give each process as many batches, the missing ones with a loss and a "
+                "weight of 0."
+            )
+        # No collective, and no rounding to `precision`.
+        if process.world_size == 1:
+            return weight.to(self.precision) if isinstance(weight, torch.Tensor) else weight
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), weight, dtype=self.precision, device=process.device)  # no copy, no wait
+        weight = weight.to(process.device, self.precision)
+        total: torch.Tensor = operations.reduce(weight, "sum", process=process)
+        # Model-parallel processes work on the same samples, with the same weight.
+        total = total / (process.world_size // engine.data_parallel.reduced_over)
+        return total if total.device.type != "cpu" else float(total)
 
     def scale(self, factor: Weight) -> None:
         """Multiply the gradients of all prepared models and optimizers, each once."""
@@ -342,4 +370,4 @@ class _Gathered:
             )
             for parameter in group
         }
-        self.run.engine.gradients.scale(parameters.values(), factor)
+        self.run.engine.scale_gradients(parameters.values(), factor)

@@ -19,6 +19,8 @@ from weakref import WeakSet, ref
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from accel.engines.base import is_native
+from accel.engines.common.gradients import tensors_with_grad
 from accel_ops.collectives.comparison import (
     PATIENCE,
     is_equal_on_all_ranks,
@@ -176,7 +178,7 @@ class MisuseChecker(Observer):
         has_changed = any(self._versions.get(key, version) != version for key, version in versions.items())
         self._versions = versions
         # An optimizer may also step what a model had before it was sharded.
-        return has_changed or (run.engine.gradients.are_sharded and self._looks in _SEARCHES)
+        return has_changed or (run.engine.traits.shards_gradients and self._looks in _SEARCHES)
 
     def before_save(self, run: Run) -> None:
         """Warn of what trains and is not in the checkpoint, at the first save."""
@@ -229,17 +231,16 @@ class MisuseChecker(Observer):
         stepped: dict[int, torch.Tensor],
         of_models: dict[int, torch.Tensor],
     ) -> None:
-        size, averages = run.engine.loaders.dp_rank_and_size[1], run.engine.gradient_sync.is_standalone
+        size = run.engine.data_parallel.size
         # One process has no other to average with.
         if size == 1 or optimizer in self._compared:
             return
         # DeepSpeed and Megatron step copies of shards, and reduce their gradients themselves.
-        of_engine = [
-            item for item in run.prepared.optimizers if run.engine.states.has_native_checkpoint(item)
-        ]
+        of_engine = [item for item in run.prepared.optimizers if is_native(run.engine, item)]
         reduced = {id(item) for each in of_engine for item in _parameters(each)}
+        reduced |= {id(item) for item in run.engine.parameters.standalone()}
         others = [item for key, item in stepped.items() if key not in of_models and key not in reduced]
-        others = [item for item in others if _has_full_gradient(item) and not averages(item)]
+        others = [item for item in others if _has_full_gradient(item)]
         if not others:
             return
         self._compared.add(optimizer)
@@ -255,7 +256,7 @@ class MisuseChecker(Observer):
             )
 
     def _check_data(self, run: Run) -> None:
-        size = run.engine.loaders.dp_rank_and_size[1]
+        size = run.engine.data_parallel.size
         # Where a prepared loader gives the batches, nothing is searched for.
         if size == 1 or self._is_data_checked or run.gradient_state.in_dataloader:
             return
@@ -324,14 +325,14 @@ def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
     """The parameters of prepared models, full and sharded where a forward pass has gathered them."""
     for model in run.prepared.models:
         yield from model.parameters()
-        yield from run.engine.gradients.tensors_with_grad(model.parameters())
+        yield from tensors_with_grad(run.engine.parameters, model.parameters())
 
 
 def _not_stepped(run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parameters of prepared models that train, and those of them that no prepared optimizer steps."""
     trained = [item for item in _prepared_parameters(run) if item.requires_grad]
     if any(
-        run.engine.states.has_native_checkpoint(item) for item in run.prepared.optimizers
+        is_native(run.engine, item) for item in run.prepared.optimizers
     ):  # DeepSpeed and Megatron step copies
         return trained, []
     stepped = {id(item) for each in run.prepared.optimizers for item in _parameters(each)}
@@ -374,7 +375,7 @@ def _belongs_to_run(run: Run, stepped: dict[int, torch.Tensor], of_models: dict[
 
 def _is_replaced(run: Run, stepped: dict[int, torch.Tensor]) -> bool:
     """Whether sharding a model has replaced parameters of an optimizer."""
-    trained = run.engine.gradient_sync.trained_parameter
+    trained = run.engine.parameters.trained
     return any(trained(item) is not item for item in stepped.values() if isinstance(item, torch.nn.Parameter))
 
 

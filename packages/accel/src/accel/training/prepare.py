@@ -11,10 +11,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel.engines.base.context import PrepareRequest
 from accel.engines.common.checks import mapped_devices
 from accel.engines.common.loader import EngineLoader, unwrap_loader
 from accel.engines.common.placeholders import PlaceholderOptimizer, PlaceholderScheduler
+from accel.engines.context import PrepareRequest
 from accel.training.prepared_objects import unwrap_optimizer
 from accel.training.uneven import warn_of_missing, warn_of_uneven
 from accel_ops.modules import compile_children_in_place
@@ -90,7 +90,7 @@ def prepare(
             if "model" in kinds:
                 result[index] = _wrap_loader(run, result[index])
         elif kind == "extra":
-            result[index] = run.engine.loaders.prepare_extra(objects[index], accelerator)
+            result[index] = run.engine.setup_loader(objects[index], accelerator)
     return result
 
 
@@ -151,7 +151,7 @@ def prepare_models_and_optimizers(
         accelerator=accelerator,
         **_describe_other_objects(run, other_objects),
     )
-    run.engine.check_collectively(request)  # raises before anything is changed
+    run.engine.check(request)  # raises before anything is changed
     result = run.engine.prepare(request)
     for (original, _), model in zip(models, result.models, strict=True):
         run.prepared.record("models", original, _mark_prepared(model))
@@ -162,7 +162,6 @@ def prepare_models_and_optimizers(
             observer.model_prepared(model)
         for optimizer in result.optimizers:
             observer.optimizer_prepared(optimizer)
-    run.gradients = run.engine.gradients
     run.lomo = find_lomo(run.prepared.optimizers)  # all: one of an earlier call may be it
     if new:
         run.misuse.restart(run)
@@ -208,7 +207,7 @@ def split_sequences(run: Run, loader: _Loader, model: torch.nn.Module) -> _Loade
 def _describe_other_objects(run: Run, other_objects: Sequence[Any]) -> dict[str, Any]:
     """The schedules, loaders and batch sizes of a call, which some engines need."""
     config, state = run.dataloader_config, run.gradient_state
-    size = run.engine.loaders.dp_rank_and_size[1]
+    size = run.engine.data_parallel.size
     loaders = [item for item in other_objects if isinstance(item, DataLoader)]
     sizes = [_batch_size(item, size if config.split_batches else 1) for item in loaders]
     previous = [_batch_size(item) for item in run.prepared.loaders]
@@ -216,7 +215,7 @@ def _describe_other_objects(run: Run, other_objects: Sequence[Any]) -> dict[str,
     scheduler_steps = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
         "schedulers": tuple(item for item in other_objects if isinstance(item, _KINDS["scheduler"])),
-        "extra": tuple(item for item in other_objects if isinstance(item, run.engine.loaders.extra_types)),
+        "extra": tuple(item for item in other_objects if isinstance(item, run.engine.traits.loader_types)),
         "batch_sizes": tuple(size for size in sizes if size is not None),
         "previous_batch_size": min((size for size in previous if size is not None), default=None),
         "scheduler_steps_per_step": scheduler_steps,
@@ -240,7 +239,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     if (prepared := run.prepared.find(scheduler)) is not None:
         return prepared  # type: ignore[no-any-return]
     original = scheduler
-    scheduler = run.engine.prepare_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
+    scheduler = run.engine.setup_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
     if not isinstance(scheduler, AcceleratedScheduler):
         scheduler = AcceleratedScheduler(
             scheduler,
@@ -248,7 +247,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
             step_with_optimizer=run.step_scheduler_with_optimizer,
             split_batches=run.dataloader_config.split_batches,
             gradient_state=run.gradient_state,
-            num_processes=run.engine.loaders.dp_rank_and_size[1] * run.batch_factor,
+            num_processes=run.engine.data_parallel.size * run.batch_factor,
         )
     run.prepared.record("schedulers", original, _mark_prepared(scheduler))
     run.misuse.start(run)
@@ -285,10 +284,10 @@ def prepare_loader(
     settings = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
     if (prepared := run.prepared.find(loader, settings)) is not None:
         return prepared
-    rank, size = run.engine.loaders.dp_rank_and_size
+    rank, size = run.engine.data_parallel.rank_and_size
     shares_samples = size != run.process.world_size  # tensor or context parallelism
     prepared = prepare_data_loader(
-        run.engine.loaders.loader_to_prepare(_enlarge_batches(run.batch_factor, loader)),
+        run.engine.setup_loader(_enlarge_batches(run.batch_factor, loader), None),
         run.process.device,
         num_processes=size,
         process_index=rank,
@@ -307,8 +306,8 @@ def prepare_loader(
         order=config.order,
         presharded=config.presharded,
         # Processes that work on one batch together get the same.
-        torch_device_mesh=run.engine.loaders.mesh if shares_samples else None,
-        data_ranks=run.engine.loaders.data_ranks,
+        torch_device_mesh=run.engine.data_parallel.mesh if shares_samples else None,
+        data_ranks=run.engine.data_parallel.ranks,
     )
     if not shares_window(run, prepared):
         # Another Accelerator's loader: a copy reports its progress to this one's gradient state.
@@ -316,7 +315,7 @@ def prepare_loader(
         prepared.gradient_state = run.gradient_state
     # Partials of functions, not methods: the loader must not keep the Accelerator.
     if run.process.world_size > 1:
-        joining = run.engine.loaders.join_state
+        joining = run.engine.data_parallel.uneven_inputs
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
     existing = next((item for item in run.prepared.loaders if unwrap_loader(item) is prepared), None)
     run.prepared.record(
@@ -332,7 +331,7 @@ def prepare_loader(
 
 def _wrap_loader(run: Run, loader: Any) -> Any:
     """Wrap a loader whose batches the engine changes on their way to a prepared model."""
-    wrapped = run.engine.loaders.wrap_loader(loader)
+    wrapped = run.engine.wrap_loader(loader)
     run.prepared.replace("loaders", loader, wrapped)
     return wrapped
 
@@ -355,7 +354,7 @@ def _kind_of(run: Run, item: Any) -> str | None:
     for kind, types in _KINDS.items():
         if isinstance(item, types):
             return kind
-    if isinstance(item, run.engine.loaders.extra_types):
+    if isinstance(item, run.engine.traits.loader_types):
         return "extra"
     if _is_like_an_optimizer(item):
         return "optimizer"
@@ -405,7 +404,7 @@ def _wrap_newly_trained(run: Run, objects: Sequence[Any]) -> None:
     prepared = [run.prepared.find(item) for item in objects if isinstance(item, torch.nn.Module)]
     for model in list(run.prepared.models):
         if any(item is model for item in prepared):
-            run.prepared.replace("models", model, _mark_prepared(run.engine.wrap_model(model)))
+            run.prepared.replace("models", model, _mark_prepared(run.engine.setup_model(model)))
 
 
 def _check_settings(run: Run) -> None:

@@ -12,7 +12,7 @@ from accel.training.prepared_objects import PreparedObjects
 if TYPE_CHECKING:
     import torch
 
-    from accel.engines import Engine, Gradients
+    from accel.engines import Engine
     from accel.training.misuse import MisuseChecker
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
@@ -48,7 +48,6 @@ class Run:
         observers: What observes the run until its end; those of its steps are in `gradient_state.events`.
         batch_factor: Makes the batches of loaders so many times as large before they are prepared, and
             prepared schedulers move so many times as far: `accel verify` trains on one process as on several.
-        gradients: The engine's gradients, asked for once, when models or optimizers are prepared.
         lomo: The prepared optimizer that steps in backward, if there is one.
         warned_types: Types for which `prepare` has warned that it leaves them unchanged.
         has_warned_of_folder: Whether `save_state` has warned that it ignores output_dir.
@@ -71,7 +70,6 @@ class Run:
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     observers: list[Observer] = field(default_factory=list)
     batch_factor: int = 1
-    gradients: Gradients | None = None
     lomo: Any = None
     warned_types: set[type] = field(default_factory=set)
     has_warned_of_folder: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.engines.base import JoinState
+    from accel.engines import UnevenInputs
     from accel.training.run import Run
     from accel_data.loader.uneven import ExhaustedRank
 
@@ -24,18 +24,18 @@ def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | 
         even_batches: Overrides the setting of prepared map-style loaders inside the context.
     """
     engine = run.engine
-    if engine.loaders.join_state is None:
+    if (uneven_inputs := engine.data_parallel.uneven_inputs) is None:
         if run.process.world_size > 1:
             warn(
                 f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
             )
         yield
         return
-    with _even_batches(run, even_batches), engine.loaders.join(joinables):
+    with _even_batches(run, even_batches), uneven_inputs.join(joinables):
         yield
 
 
-def warn_of_uneven(joining: JoinState | None, counts: tuple[int, ...] | None) -> None:
+def warn_of_uneven(joining: UnevenInputs | None, counts: tuple[int, ...] | None) -> None:
     """Warn that processes which run out of batches leave the others waiting, unless they are joined.
 
     Args:
@@ -55,7 +55,7 @@ def warn_of_uneven(joining: JoinState | None, counts: tuple[int, ...] | None) ->
     warn(f"{seen}: {_DOES_NOT_PARTICIPATE}. {_to_train(joining)}{fix}.", UserWarning)
 
 
-def warn_of_missing(joining: JoinState | None, missing: ExhaustedRank) -> None:
+def warn_of_missing(joining: UnevenInputs | None, missing: ExhaustedRank) -> None:
     """Warn of a process that has no batch, in the step in which another one finds it.
 
     Args:
@@ -79,7 +79,7 @@ _DOES_NOT_PARTICIPATE = (
 )
 
 
-def _to_train(joining: JoinState | None) -> str:
+def _to_train(joining: UnevenInputs | None) -> str:
     way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joining else ""
     return f"To train on it {way}"
 

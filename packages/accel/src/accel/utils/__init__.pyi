@@ -7,6 +7,7 @@ from accel.big_models.placement.memory import get_max_memory as get_max_memory
 from accel.big_models.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.big_models.quantization.load import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel.big_models.quantization.load import load_and_quantize_model as load_and_quantize_model
+from accel.engines.common.layouts import get_model_tp_size as get_model_tp_size
 from accel.engines.deepspeed.placeholders import DummyOptim as DummyOptim
 from accel.engines.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
@@ -15,6 +16,17 @@ from accel.engines.deepspeed.runtime import deepspeed_required as deepspeed_requ
 from accel.engines.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.engines.fsdp_steps import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+)
+from accel.engines.fsdp_steps import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from accel.engines.fsdp_steps import fsdp2_apply_ac as fsdp2_apply_ac
+from accel.engines.fsdp_steps import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accel.engines.fsdp_steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accel.engines.fsdp_steps import fsdp2_prepare_model as fsdp2_prepare_model
+from accel.engines.fsdp_steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from accel.engines.initial_weights import ensure_weights_retied as ensure_weights_retied
 from accel.engines.megatron.data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accel.engines.megatron.models.bert import BertTrainStep as BertTrainStep
 from accel.engines.megatron.models.gpt import GPTTrainStep as GPTTrainStep
@@ -28,19 +40,7 @@ from accel.engines.megatron.parsers import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
 from accel.engines.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
-from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accel.engines.mesh.tensor.split import get_model_tp_size as get_model_tp_size
-from accel.engines.sharded.initial_weights import ensure_weights_retied as ensure_weights_retied
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel.engines.sharded.steps import (
-    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
-)
-from accel.engines.sharded.steps import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from accel.engines.sharded.steps import fsdp2_apply_ac as fsdp2_apply_ac
-from accel.engines.sharded.steps import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from accel.engines.sharded.steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from accel.engines.sharded.steps import fsdp2_prepare_model as fsdp2_prepare_model
-from accel.engines.sharded.steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from accel.engines.tp_plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.estimate.formulas import convert_bytes as convert_bytes
 from accel.precision.compile import compile_regions as compile_regions
 from accel.precision.compile import compile_regions_deepspeed as compile_regions_deepspeed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel.engines.sharded.plugin import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
+from accel.engines.fsdp_plugin import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
 
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",

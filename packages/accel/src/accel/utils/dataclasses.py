@@ -2,10 +2,10 @@
 
 from accel.big_models.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import get_module_class_from_name as get_module_class_from_name
 from accel.engines.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
-from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accel.engines.sharded.layer_classes import get_module_class_from_name as get_module_class_from_name
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.engines.tp_plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.precision.fp8.recipes import AORecipeKwargs as AORecipeKwargs
 from accel.precision.fp8.recipes import FP8RecipeKwargs as FP8RecipeKwargs
 from accel.precision.fp8.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from accel.accelerator import Accelerator
 from accel.engines.common.check_on_all_ranks import check_on_all_ranks
 from accel.engines.common.checks import check_elementwise_optimizer
+from accel.engines.common.layouts import check_layout, check_sparse
 from accel.engines.deepspeed.settings import check_axes
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.engines.megatron.engine import MegatronLMEngine
-from accel.engines.mesh.shard import check_layout, check_sparse
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine
 from accel.training.arguments import Handlers, warn_unread
 from accel_ops.collectives import operations
@@ -308,23 +308,28 @@ def test_options_of_ddp_are_reported_as_ignored_under_engines_without_it(world, 
 def test_every_engine_names_the_handlers_that_it_does_not_read():
     handlers = Handlers(AutocastKwargs(enabled=False), scaler=GradScalerKwargs(init_scale=2.0))
     with pytest.warns(UserWarning, match="ignored") as told:
-        warn_unread(handlers, SimpleNamespace(name="m", ignored_handlers=MegatronLMEngine.ignored_handlers))
+        warn_unread(handlers, SimpleNamespace(name="m", traits=MegatronLMEngine.traits))
     assert ["GradScalerKwargs(init_scale=2.0)" in str(item.message) for item in told] == [True, False]
     assert "AutocastKwargs(enabled=False)" in str(told[1].message)
-    warn_unread(handlers, SimpleNamespace(name="xla", ignored_handlers=XLAEngine.ignored_handlers))
+    warn_unread(handlers, SimpleNamespace(name="xla", traits=XLAEngine.traits))
 
 
 def test_what_the_trainer_always_passes_is_logged_and_not_warned_of(caplog):
     handlers = Handlers(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))
     Accelerator(cpu=True)
     with caplog.at_level("INFO", logger="accel.training.arguments"):
-        warn_unread(handlers, SimpleNamespace(name="xla", ignored_handlers=XLAEngine.ignored_handlers))
+        warn_unread(handlers, SimpleNamespace(name="xla", traits=XLAEngine.traits))
     (record,) = caplog.records
     assert "DistributedDataParallelKwargs(find_unused_parameters=True) is ignored under xla" in record.message
 
 
 def test_compiling_under_megatron_is_rejected():
-    context: Any = SimpleNamespace(settings=object(), dynamo=TorchDynamoPlugin(backend="inductor"))
+    context: Any = SimpleNamespace(
+        settings=object(),
+        dynamo=TorchDynamoPlugin(backend="inductor"),
+        mesh=None,
+        process=SimpleNamespace(rank=0, world_size=1),
+    )
     with pytest.raises(ValueError, match=r"dynamo_backend=INDUCTOR under Megatron-LM.*Leave it out"):
         MegatronLMEngine(context)
 

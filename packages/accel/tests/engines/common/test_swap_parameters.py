@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from accel.engines.common.swap_parameters import ParameterMap, swap_parameters
+from accel.engines.common.swap_parameters import swap_parameters
+from accel_optim.parameter_map import ParameterMap
 
 
 def parameter(*shape: int) -> torch.nn.Parameter:
@@ -17,13 +18,13 @@ def parameter(*shape: int) -> torch.nn.Parameter:
 
 
 def replacements() -> tuple[torch.nn.Parameter, torch.nn.Parameter, ParameterMap]:
-    """A parameter of (4, 2) that fp8 parameter_map, and then sharding; and what it is now."""
+    """A parameter of (4, 2) that fp8 replaced, and then sharding; and what it is now."""
     old, between = parameter(4, 2), parameter(4, 2)
     whole = torch.arange(8.0).reshape(4, 2)
     new = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
     parameter_map = ParameterMap()
-    parameter_map.add(old, between)
-    parameter_map.add(between, new)
+    parameter_map.record(old, between)
+    parameter_map.record(between, new)
     return old, new, parameter_map
 
 
@@ -32,7 +33,7 @@ def check_states() -> None:
     optimizer = torch.optim.SGD([{"params": [parameter(2)]}, {"params": [old], "lr": 0.5}], lr=0.1)
     states = {"average": torch.ones(4, 2), "rows": torch.ones(4), "step": torch.tensor(3.0)}
     optimizer.state[old] = dict(states)
-    swap_parameters(optimizer, parameter_map.current)
+    swap_parameters(optimizer, parameter_map.trained)
 
     assert optimizer.param_groups[1]["params"][0] is new
     assert optimizer.param_groups[1]["lr"] == 0.5
@@ -48,7 +49,7 @@ def check_states() -> None:
 def check_mixed_group(options: dict[str, Any]) -> None:
     old, _, parameter_map = replacements()
     optimizer = torch.optim.AdamW([old, parameter(2)], **options)
-    swap_parameters(optimizer, parameter_map.current)
+    swap_parameters(optimizer, parameter_map.trained)
     for item in optimizer.param_groups[0]["params"]:
         item.grad = torch.ones_like(item)
     optimizer.step()

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, S
 
 from accel.accelerator import Accelerator
 from accel.engines.fsdp1 import flat
-from accel.engines.sharded.activation_checkpointing import CheckpointedForward
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_groups import CheckpointedForward
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_ckpt.errors import CheckpointError
 from accel_state.env import patch_environment
 
@@ -301,14 +301,14 @@ def optimizer_states(use_orig_params: bool) -> list[Any]:
             optimizer = accelerator.prepare(optimizer)
         for _ in range(2):
             step(accelerator, model, optimizer)
-        whole = accelerator.engine.states.optimizer_to_save(optimizer).state_dict()
+        whole = accelerator.engine.to_save(optimizer).state_dict()
         own = {name: values["momentum_buffer"] for name, values in whole["state"].items()}
         found.append((order, own, whole["param_groups"][0]["params"]))
         # Loaded again, it is what it was.
         objects = [whole]
         torch.distributed.broadcast_object_list(objects)
-        accelerator.engine.states.optimizer_to_load(optimizer).load_state_dict(objects[0])
-        again = accelerator.engine.states.optimizer_to_save(optimizer).state_dict()
+        accelerator.engine.to_load(optimizer).load_state_dict(objects[0])
+        again = accelerator.engine.to_save(optimizer).state_dict()
         if accelerator.is_main_process:
             assert all(
                 torch.equal(again["state"][name]["momentum_buffer"], value) for name, value in own.items()
@@ -503,7 +503,7 @@ def test_collectives_go_through_models_in_the_order_of_prepare(monkeypatch):
         return reduce(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", noted)
-    accelerator.engine.states.check_save([optimizer])
+    accelerator.engine.checkpoint.check([optimizer])
 
     assert sizes == [2 * size for size in range(1, 9)]
     accelerator.end_training()

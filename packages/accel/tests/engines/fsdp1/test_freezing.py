@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 def engine_of(name: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def make(steps: int, name: str, count: int = 1) -> tuple[Accelerator, list[Any],
 
 def data(accelerator: Accelerator, number: int) -> torch.Tensor:
     """This process's shard of a batch."""
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     return (torch.linspace(-2, 2, 24).view(6, 4) * (1 + number / 3)).chunk(size)[rank]
 
 
@@ -111,7 +111,7 @@ def freeze_inside(late: bool, drops: bool) -> tuple[str, bool]:
         accelerator.backward(model(data(accelerator, 0)).square().mean())
         if drops:
             model.zero_grad()
-            accelerator.engine.gradient_sync.drop_gradients()
+            accelerator.engine.drop_gradients()
     message = ""
     try:
         with accelerator.accumulate(model):

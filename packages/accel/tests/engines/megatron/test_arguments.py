@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.accelerator import Accelerator
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.engines.megatron import arguments
 from accel.engines.megatron.data import MegatronLMDummyDataLoader, with_micro_batches
 from accel.engines.megatron.models.steps import causal_mask, hidden_from
@@ -15,7 +16,6 @@ from accel.engines.megatron.optimizers import schedule_arguments
 from accel.engines.megatron.options import check_transformer_engine
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.megatron.runtime import check_device
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

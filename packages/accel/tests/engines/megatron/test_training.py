@@ -73,7 +73,7 @@ def make(total_num_steps: int = 100, **options: Any) -> tuple[Any, ...]:
 def prepare(accelerator: Accelerator, total_num_steps: int, micro: int = MICRO) -> tuple[Any, ...]:
     model = GPT2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    shards = accelerator.engine.loaders.dp_rank_and_size[1]
+    shards = accelerator.engine.data_parallel.size
     # Schedules count the steps that one process would need.
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps * shards, warmup_num_steps=2 * shards)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -253,7 +253,7 @@ def read_in_groups(**options: Any) -> tuple[tuple[int, int], list[int], list[int
         set_seed(7, device_specific=True)
         loaders = accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(16), 2, shuffle=True))
         stream, shuffled = ([index for batch in loader for index in batch.tolist()] for loader in loaders)
-        place = accelerator.engine.loaders.dp_rank_and_size
+        place = accelerator.engine.data_parallel.rank_and_size
         accelerator.end_training()
     return place, stream, shuffled
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.accelerator import Accelerator
-from accel.engines.mesh.fsdp2_private import sharded_parameters
-from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
-from accel.engines.sharded.activation_checkpointing import CheckpointedForward
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp2_gradients import sharded_parameters
+from accel.engines.fsdp_groups import CheckpointedForward
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
+from accel.engines.tp_plugin import TorchTensorParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
 from accel_world.warned import warns_once
 
@@ -448,7 +448,7 @@ def tensor_parallel_metrics() -> tuple[Any, Any, tuple[int, int], set[torch.Size
     shapes = {model.up.weight.to_local().shape, model.down.weight.to_local().shape}
     rows = accelerator.gather_for_metrics(torch.arange(3)).tolist()
     texts = accelerator.gather_for_metrics(["a", "b"], use_gather_object=True)
-    return rows, texts, accelerator.engine.loaders.dp_rank_and_size, shapes
+    return rows, texts, accelerator.engine.data_parallel.rank_and_size, shapes
 
 
 def test_a_tensor_parallel_group_counts_once(world):
@@ -509,7 +509,7 @@ def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
     frozen._tp_plan = {"up": "colwise", "down": "rowwise"}
     with pytest.raises(ValueError, match=r"ignored_modules='up' with tp_size=2.*one of the two out"):
         Accelerator(parallelism_config=sizes, fsdp_plugin=plugin).prepare(frozen)
-    x = torch.full((1, 4), float(accelerator.engine.loaders.dp_rank_and_size[0] + 1))
+    x = torch.full((1, 4), float(accelerator.engine.data_parallel.rank + 1))
     accelerator.backward(model(x).square().mean())
     gradients = {name: item.grad.full_tensor() for name, item in model.named_parameters()}
     half = Accelerator(parallelism_config=accelerator.parallelism_config, mixed_precision="bf16")
@@ -517,7 +517,7 @@ def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
     plain._tp_plan = {"layers.*.linear": "colwise_rep"}
     assert half.prepare(plain)(data()).dtype is torch.float32
     assert plain.layers[0].seen == [torch.float32]  # as under DDP: nobody requested casts of parameters
-    return [accelerator.engine.loaders.dp_rank_and_size, gradients], shapes, accelerator.engine.name
+    return [accelerator.engine.data_parallel.rank_and_size, gradients], shapes, accelerator.engine.name
 
 
 def test_replicas_of_split_weights_average_their_gradients(world):

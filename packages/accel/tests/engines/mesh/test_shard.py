@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel.engines.mesh.shard import upcast
+from accel.engines.fsdp2 import upcast
 
 
 def test_trainable_parameters_become_float32_but_for_ignored_ones():

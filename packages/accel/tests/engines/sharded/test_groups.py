@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.groups import choose_groups, ignored_parameters
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_groups import choose_groups, ignored_parameters
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 def chosen(**options: Any) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_policy_that_was_set_since_is_taken_without_a_word():
 def choices_of_one_prepare(version: int) -> tuple[int, int, int]:
     counted = mock.Mock(wraps=choose_groups)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="size_based_wrap")
-    with mock.patch("accel.engines.sharded.engine.choose_groups", counted):
+    with mock.patch("accel.engines.sharded_engine.choose_groups", counted):
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from accel.engines.sharded.initial_weights import WeightSource, materialize_rest
+from accel.engines.initial_weights import WeightSource, materialize_rest
 from accel_world.fake import fake_world
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
-from accel.engines.sharded.groups import choose_groups
-from accel.engines.sharded.plugin import FSDP_SHARDING_STRATEGY, FullyShardedDataParallelPlugin
+from accel.engines.fsdp_groups import choose_groups
+from accel.engines.fsdp_plugin import FSDP_SHARDING_STRATEGY, FullyShardedDataParallelPlugin
 from accel_state.env import patch_environment
 
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.activation_checkpointing import CheckpointedForward, apply_activation_checkpointing
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_groups import CheckpointedForward, apply_activation_checkpointing
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.utils import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,

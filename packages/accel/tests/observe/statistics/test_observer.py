@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.statistics.clock import SECTIONS
 from accel.utils import DistributedDataParallelKwargs

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.precision.fp8.ao import (
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
@@ -116,7 +116,7 @@ def train(engine: str, precision: str, folder: str | None) -> tuple[list[float],
     assert accelerator.prepare(model) is model
     plain = accelerator.unwrap_model(model)
     assert has_ao_layers(plain) is (precision == "fp8")
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     own = data().chunk(size)[rank]
     losses: list[float] = []
     for step in range(STEPS):

@@ -57,6 +57,17 @@ def check_foreign(names: Collection[str], engine: str) -> None:
             raise CheckpointError(message.format(engine=engine))
 
 
+def warn_of_options(engine: str, options: Mapping[str, Any]) -> None:
+    """Warn of arguments of `save_state` that an engine ignores: one script may save under several engines.
+
+    Args:
+        engine: The name of the engine.
+        options: The additional arguments.
+    """
+    if options:
+        warn(f"save_state ignores {', '.join(options)}: the {engine} engine saves without options.")
+
+
 def check_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> None:
     """Reject training of a dispatched model with modules on the CPU or the disk.
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from accel.engines.base.gradients import multiply
-from accel.engines.sharded.initial_weights import local
+from accel.engines.common.gradients import multiply
+from accel.engines.common.layouts import local
 from accel_ops.collectives import waits
 
 if TYPE_CHECKING:

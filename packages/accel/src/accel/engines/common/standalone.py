@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,51 +17,14 @@ def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     return (item for each in optimizers for group in each.param_groups for item in group["params"])
 
 
-class StandaloneParameters:
-    """Parameters of prepared optimizers that belong to no prepared model: a learned temperature, say.
-
-    They start with the first process's values, as the parameters of models do, and their gradients are
-    averaged over all processes at the end of each accumulation window.
+@torch.no_grad()
+def send_values(process: ProcessInfo, tensors: Sequence[torch.Tensor]) -> None:
+    """Broadcast the first process's values, except of tensors that are on meta on some process.
 
     Args:
         process: This process.
+        tensors: The tensors; every process calls it with the same ones.
     """
-
-    def __init__(self, process: ProcessInfo) -> None:
-        self._process = process
-        # A list and not a set: processes average in this order, which has to be the same on all.
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
-
-    def register(self, tensors: Iterable[torch.Tensor], in_model: Callable[[torch.Tensor], bool]) -> None:
-        """Register new ones; every process calls it with the same tensors.
-
-        Args:
-            tensors: The parameters of optimizers.
-            in_model: Whether a tensor belongs to a prepared model.
-        """
-        if self._process.world_size == 1:
-            return
-        # The model of a tensor may have been prepared since, and reduces it then.
-        kept = [item for item in self._alive() if not in_model(item)]
-        registered = {id(item) for item in kept}
-        new = [item for item in dict.fromkeys(tensors) if id(item) not in registered and not in_model(item)]
-        self._tensors = [weakref.ref(item) for item in (*kept, *new)]
-        if new:
-            _send_values(new, self._process)
-
-    def trained(self) -> list[torch.Tensor]:
-        """The ones that require gradients now."""
-        # Called in each step, and most runs have none.
-        return [item for item in self._alive() if item.requires_grad] if self._tensors else []
-
-    def _alive(self) -> list[torch.Tensor]:
-        tensors = (reference() for reference in self._tensors)
-        return [item for item in tensors if item is not None]
-
-
-@torch.no_grad()
-def _send_values(tensors: Sequence[torch.Tensor], process: ProcessInfo) -> None:
-    """Broadcast the first process's values, except of tensors that are on meta on some process."""
     # uint8, as not every backend reduces booleans.
     can_send = torch.tensor([not item.is_meta for item in tensors], dtype=torch.uint8, device=process.device)
     # All or none: a process without memory for a tensor cannot participate in its broadcast.

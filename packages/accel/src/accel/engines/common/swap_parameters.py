@@ -7,41 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
-
-class ParameterMap:
-    """Maps parameters to those that replaced them; references are weak."""
-
-    def __init__(self) -> None:
-        self._new = WeakIdKeyDictionary()
-
-    def record(self, before: dict[torch.nn.Parameter, list[str]], model: torch.nn.Module) -> None:
-        """Record the current parameters of a model.
-
-        Args:
-            before: The names of each parameter that the model had before.
-            model: The model.
-        """
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for old, names in before.items():
-            if now[names[0]] is not old:
-                self.add(old, now[names[0]])
-
-    def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-        """Record that one parameter replaced another."""
-        self._new[old] = new
-
-    def contains(self, parameter: torch.Tensor) -> bool:
-        """Whether a tensor was replaced."""
-        return parameter in self._new
-
-    def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter that replaced the given one, or itself."""
-        # A chain: fp8 conversion replaces a parameter that sharding replaces again.
-        while parameter in self._new:
-            parameter = self._new[parameter]
-        return parameter
 
 
 def swap_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, PrepareRequest
+from accel.engines.base import Engine
 from accel.engines.common.create_graph import reject_create_graph
+from accel.engines.common.layouts import check_layout, check_sparse, is_split
 from accel.engines.common.standalone import parameters_of
+from accel.engines.context import EngineCheckpoint, EngineContext, EngineTraits, PrepareRequest
 from accel.engines.deepspeed import checkpoint, gradients, ulysses, weights
 from accel.engines.deepspeed.auto_values import PrepareInfo, complete
 from accel.engines.deepspeed.placeholders import DummyOptim, DummyScheduler
@@ -25,149 +26,49 @@ from accel.engines.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from accel.engines.mesh.shard import check_layout, check_sparse
-from accel.engines.mesh.tensor.split import is_split
 from accel.precision.autocast import wrap_forward
 from accel.precision.compile import compile_regions_deepspeed
+from accel_optim.parameter_map import ParameterMap
 
 if TYPE_CHECKING:
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 
 
-class DeepSpeedStates(States):
-    """DeepSpeed's checkpoint format for the trained model, and full states of sharded models."""
+class DeepSpeedCheckpoint:
+    """DeepSpeed's own format, of the trained model and its optimizer.
 
-    engine: DeepSpeedEngine
-
-    can_save_mid_window = False
-
-    def is_shard(self, tensor: torch.Tensor) -> bool:
-        """Whether ZeRO stage 3 shards it, so that it is empty outside of its layer."""
-        return hasattr(tensor, "ds_tensor")
-
-    def has_native_checkpoint(self, item: Any) -> bool:
-        """Whether it is in DeepSpeed's checkpoint: the trained model, and its optimizer."""
-        driver = self.engine._driver
-        return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
-
-    def save_native(self, folder: Path, **options: Any) -> None:
-        """Write DeepSpeed's checkpoint, with options of its `save_checkpoint`."""
-        if self.engine._driver is None:
-            super().save_native(folder, **options)
-        else:
-            if weights.steps_copies(self.engine._driver.engine):
-                weights.copy_changes(self.engine._driver.engine)  # DeepSpeed saves its copies too
-            checkpoint.save(self.engine._driver.engine, folder, options)
-
-    def check_native(self, names: Collection[str]) -> None:
-        """Reject a checkpoint that DeepSpeed cannot load here, before anything is changed."""
-        if self.engine._driver is None:
-            super().check_native(names)
-        else:
-            checkpoint.check(self.engine._driver.engine, names)
-
-    def load_native(self, folder: Path, **options: Any) -> None:
-        """Load DeepSpeed's checkpoint, with options of its `load_checkpoint`."""
-        if self.engine._driver is not None:
-            checkpoint.load(self.engine._driver.engine, folder, options)
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state; at stage 3 only on the main process, the other ranks get an empty dict."""
-        if checkpoint.is_sharded(model):
-            return checkpoint.gather_full_state(model)
-        return super().state_dict(model, unwrap)
-
-    def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model, to load a full state into."""
-        return checkpoint.ShardedModel(model) if checkpoint.is_sharded(model) else model
-
-
-class DeepSpeedLoaders(Loaders):
-    """Every process has its own data; sequence-parallel groups exchange it."""
-
-    engine: DeepSpeedEngine
-
-    def wrap_loader(self, loader: Any) -> Any:
-        """Under sequence parallelism, a loader whose batches the processes of a group share."""
-        if self.engine._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
-            return loader
-        return ulysses.SequenceParallelLoader(loader, self.engine._groups, self.engine.context.process.device)
-
-
-class DeepSpeedGradients(Gradients):
-    """Gradients in DeepSpeed's buffers, from stage 1 on.
-
-    `reduces_in_backward` is False although stages 2 and 3 do: the window tells `backward` whether a step
-    follows, without `no_sync`.
+    Args:
+        driver: What runs DeepSpeed's engine.
     """
 
-    engine: DeepSpeedEngine
+    def __init__(self, driver: DeepSpeedEngineWrapper) -> None:
+        self._driver = driver
 
-    @property
-    def unsupported_optimizers(self) -> tuple[str, ...]:
-        """From stage 1 on the optimizer steps flat vectors of parameters."""
-        return ("LBFGS", "Adafactor", "Muon") if self.engine.plugin.zero_stage else ()
+    def has(self, item: Any) -> bool:
+        """Whether it is the trained model, or its optimizer."""
+        return item is self._driver.engine or getattr(item, "driver", None) is self._driver
 
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> None:
-        """None: DeepSpeed scales losses itself."""
+    def save(self, folder: Path, **options: Any) -> None:
+        """Write DeepSpeed's checkpoint, with options of its `save_checkpoint`."""
+        if weights.steps_copies(self._driver.engine):
+            weights.copy_changes(self._driver.engine)  # DeepSpeed saves its copies too
+        checkpoint.save(self._driver.engine, folder, options)
 
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward passes are not the window's last; stages 2 and 3 still reduce in each."""
-        driver = self.engine._driver
-        return contextlib.nullcontext() if driver is None or model is not driver.engine else driver.no_sync()
+    def check(self, names: Collection[str]) -> None:
+        """Reject a checkpoint that DeepSpeed cannot load here, before anything is changed."""
+        checkpoint.check(self._driver.engine, names)
 
-    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients accumulated in this window; sharded ones are multiplied in the step."""
-        if gradients.in_parameters(self.engine._training.engine):
-            super().scale(parameters, factor)
-        else:
-            self.engine._training.scale(factor)
+    def load(self, folder: Path, **options: Any) -> None:
+        """Load DeepSpeed's checkpoint, with options of its `load_checkpoint`."""
+        checkpoint.load(self._driver.engine, folder, options)
 
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
-        """The norm so far, at stage 0; None at other stages, where gradients are not complete yet."""
-        if gradients.in_parameters(self.engine._training.engine):
-            return super().norm(parameters, norm_type)
-        return None
 
-    def clip_norm(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Make the next step clip by the norm; returns the norm before clipping.
+class ZeroParameters(ParameterMap):
+    """Parameters that ZeRO stage 3 may shard."""
 
-        The smaller of this norm and `gradient_clipping` of the configuration is used.
-
-        Raises:
-            ValueError: If gradients are sharded, and the norm is not the 2-norm of all of them.
-        """
-        driver = self.engine._training
-        if gradients.in_parameters(driver.engine):
-            scale = gradients.loss_scale(driver.engine)
-            scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
-            norm_before: torch.Tensor = scaled / scale
-            return norm_before
-        if norm_type != 2 or max_norm <= 0:
-            raise ValueError(
-                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.engine.name} clips by "
-                "the 2-norm, to a positive one."
-            )
-        gradients.check_all_parameters(driver.engine, parameters, self.engine.name)
-        norm = driver.norm()
-        gradients.set_clipping(driver.engine, float(max_norm))
-        return norm
-
-    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient, at stage 0.
-
-        Raises:
-            ValueError: If gradients are sharded.
-        """
-        if not gradients.in_parameters(self.engine._training.engine):
-            raise ValueError(
-                f"clip_grad_value_: {self.engine.name} shards gradients, and clips them only by "
-                "their norm. Use clip_grad_norm_, or zero_stage=0."
-            )
-        super().clip_value(parameters, clip_value)
+    def is_shard(self, tensor: torch.Tensor) -> bool:
+        """Whether it is sharded, and empty outside of its layer."""
+        return hasattr(tensor, "ds_tensor")
 
 
 class DeepSpeedEngine(Engine):
@@ -177,12 +78,21 @@ class DeepSpeedEngine(Engine):
     parameters, at other stages unchanged.
     """
 
-    states_type = DeepSpeedStates
-    loaders_type = DeepSpeedLoaders
-    gradients_type = DeepSpeedGradients
+    # `reduces_in_backward` is False although stages 2 and 3 do: the window tells `backward` whether a step
+    # follows, without `no_sync`.
+    traits = EngineTraits(
+        scales_losses=True,
+        can_save_mid_window=False,
+        saves_collectively=True,
+        ignored_handlers={
+            "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
+            "scaler": "DeepSpeed scales losses itself. Set the section 'fp16' of its configuration",
+        },
+    )
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
+        self.parameters = ZeroParameters()
         plugin = self.plugin
         check_axes(context, plugin.zero_stage)
         plugin.forget_filled()
@@ -204,11 +114,6 @@ class DeepSpeedEngine(Engine):
         plugin: DeepSpeedPlugin = self.context.settings()
         return plugin
 
-    ignored_handlers: ClassVar = {
-        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
-        "scaler": "DeepSpeed scales losses itself. Set the section 'fp16' of its configuration",
-    }
-
     @property
     def _sequence_parallel_size(self) -> int:
         config = self.context.parallelism
@@ -218,9 +123,12 @@ class DeepSpeedEngine(Engine):
 
     def check(self, request: PrepareRequest) -> None:
         """Reject what DeepSpeed cannot train, and a configuration that does not fit the prepared objects."""
+        stage = self.plugin.zero_stage
+        # From stage 1 on the optimizer steps flat vectors of parameters; another plugin may be active by now.
+        unsupported = ("LBFGS", "Adafactor", "Muon") if stage else ()
+        self.traits = replace(self.traits, unsupported_optimizers=unsupported)
         super().check(request)
         pair = self._find_pair(request)
-        stage = self.plugin.zero_stage
         for model in request.models:
             is_split(model, 1, self.name)
             # Stage 3 shards models that are only evaluated too.
@@ -281,7 +189,7 @@ class DeepSpeedEngine(Engine):
             batch_sizes=request.batch_sizes,
             previous_batch_size=request.previous_batch_size,
             num_steps=self.context.gradient_state.num_steps,
-            num_processes=self.loaders.dp_rank_and_size[1] // self._sequence_parallel_size,
+            num_processes=self.data_parallel.size // self._sequence_parallel_size,
             sequence_parallel_size=self._sequence_parallel_size,
             scheduler_steps_per_step=request.scheduler_steps_per_step,
             device_type=self.context.process.device.type,
@@ -366,7 +274,7 @@ class DeepSpeedEngine(Engine):
     ) -> torch.nn.Module:
         # Below stage 3 every process has all weights, which need not be gathered.
         if self.plugin.zero_stage != 3:
-            return super().prepare_model(model, put, evaluation_mode=True)
+            return super()._prepare_model(model, put, evaluation_mode=True)
         engine: torch.nn.Module = self._start(
             model, complete(self.plugin, self._prepare_info(request, model, None))
         )
@@ -381,7 +289,7 @@ class DeepSpeedEngine(Engine):
         self._schedules.clear()
         self.plugin.forget_filled()
 
-    def prepare_scheduler(self, scheduler: Any) -> Any | None:
+    def setup_scheduler(self, scheduler: Any) -> Any | None:
         """The scheduler that replaces a placeholder.
 
         Raises:
@@ -397,7 +305,13 @@ class DeepSpeedEngine(Engine):
             )
         return None
 
-    # Gradients
+    def wrap_loader(self, loader: Any) -> Any:
+        """Under sequence parallelism, a loader whose batches the processes of a group share."""
+        if self._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
+            return loader
+        return ulysses.SequenceParallelLoader(loader, self._groups, self.context.process.device)
+
+    # In a step
 
     @property
     def _training(self) -> DeepSpeedEngineWrapper:
@@ -411,6 +325,77 @@ class DeepSpeedEngine(Engine):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the engine's backward pass; the window decides whether a step follows."""
         self._training.backward(loss, self.context.gradient_state.sync_gradients, **kwargs)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward passes are not the window's last; stages 2 and 3 still reduce in each."""
+        driver = self._driver
+        return contextlib.nullcontext() if driver is None or model is not driver.engine else driver.no_sync()
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients accumulated in this window; sharded ones are multiplied in the step."""
+        if gradients.in_parameters(self._training.engine):
+            super().scale_gradients(parameters, factor)
+        else:
+            self._training.scale(factor)
+
+    def clip_gradients(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+    ) -> torch.Tensor | None:
+        """Make the next step clip by the norm; returns the norm before clipping.
+
+        The smaller of this norm and `gradient_clipping` of the configuration is used. Without `max_norm` the
+        norm is that so far, at stage 0, and None at other stages, where gradients are not complete yet.
+
+        Raises:
+            ValueError: If gradients are sharded, and are not clipped by the 2-norm of all of them.
+        """
+        driver = self._training
+        is_in_parameters = gradients.in_parameters(driver.engine)
+        if is_in_parameters and (clip_value is not None or max_norm is None):
+            return super().clip_gradients(parameters, norm_type=norm_type, clip_value=clip_value)
+        if clip_value is not None:
+            raise ValueError(
+                f"clip_grad_value_: {self.name} shards gradients, and clips them only by their norm. Use "
+                "clip_grad_norm_, or zero_stage=0."
+            )
+        if max_norm is None:
+            return None
+        if is_in_parameters:
+            scale = gradients.loss_scale(driver.engine)
+            scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
+            norm_before: torch.Tensor = scaled / scale
+            return norm_before
+        if norm_type != 2 or max_norm <= 0:
+            raise ValueError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.name} clips by "
+                "the 2-norm, to a positive one."
+            )
+        gradients.check_all_parameters(driver.engine, parameters, self.name)
+        norm = driver.norm()
+        gradients.set_clipping(driver.engine, float(max_norm))
+        return norm
+
+    # Saving and loading
+
+    @property
+    def checkpoint(self) -> EngineCheckpoint:
+        """DeepSpeed's own format, once it trains a model."""
+        return EngineCheckpoint(native=None if self._driver is None else DeepSpeedCheckpoint(self._driver))
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state; at stage 3 only on the main process, the other ranks get an empty dict."""
+        if checkpoint.is_sharded(model):
+            return checkpoint.gather_full_state(model)
+        return super().state_dict(model, unwrap)
+
+    def to_load(self, item: Any) -> Any:
+        """The model or optimizer, to load a full state into."""
+        return checkpoint.ShardedModel(item) if checkpoint.is_sharded(item) else item
 
 
 def _schedules(scheduler: Any, optimizer: Any) -> bool:

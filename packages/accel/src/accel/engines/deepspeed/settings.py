@@ -8,7 +8,7 @@ from accel.engines.common.checks import warn_of_ignored
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.engines.base.context import EngineContext
+    from accel.engines.context import EngineContext
 
 
 def check_axes(context: EngineContext, stage: int | None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
-from accel.engines.base.context import EngineContext, PrepareRequest
-from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
-from accel.engines.common.checks import check_hooks
+from accel.engines.common.checks import check_hooks, warn_of_options
+from accel.engines.common.create_graph import reject_create_graph
+from accel.engines.common.gradients import gradients_of
+from accel.engines.common.layouts import check_ignored, is_split
+from accel.engines.common.same_order import FSDP_FIX, check_same_order
+from accel.engines.context import DataParallel, EngineCheckpoint, EngineContext, PrepareRequest
 from accel.engines.fsdp1 import flat
 from accel.engines.fsdp1.flat_parameter_map import (
     FlatParameterMap,
@@ -25,7 +30,7 @@ from accel.engines.fsdp1.flat_parameter_map import (
     check_saveable,
     check_stateless,
 )
-from accel.engines.fsdp1.gradient_sync import FlatGradientSync
+from accel.engines.fsdp1.freezing import Freezing, check_hooks_of_shards, drop_stale_hooks
 from accel.engines.fsdp1.optimizer_shards import shard_states
 from accel.engines.fsdp1.state import (
     FlatFullStateModel,
@@ -34,18 +39,10 @@ from accel.engines.fsdp1.state import (
     full_weights,
     names_in_groups,
 )
-from accel.engines.mesh.shard import check_ignored
-from accel.engines.mesh.tensor.split import is_split
-from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
-from accel.engines.sharded.engine import (
-    ShardedEngine,
-    ShardedGradients,
-    ShardedLoaders,
-    ShardedStates,
-    warn_of_upcast,
-)
-from accel.engines.sharded.groups import aliases
-from accel.engines.sharded.initial_weights import WeightSource
+from accel.engines.fsdp_groups import aliases, apply_activation_checkpointing
+from accel.engines.initial_weights import WeightSource
+from accel.engines.sharded_engine import ShardedEngine, warn_of_upcast
+from accel.engines.torch_private import uncompiled
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors, values
@@ -61,140 +58,43 @@ if TYPE_CHECKING:
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-class FSDP1Loaders(ShardedLoaders):
-    """Every process has its own data, and a shard of the model."""
+class LocalCheckpoint:
+    """LOCAL_STATE_DICT: each process reads and writes its own file, which no other process can use.
 
-    engine: FSDP1Engine
+    Args:
+        engine: The engine.
+    """
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """One axis of shards over all processes; for hybrid strategies, machines x processes per machine."""
-        return self.engine._mesh
+    def __init__(self, engine: FSDP1Engine) -> None:
+        self._engine = engine
+        self._process = engine.context.process
 
+    def has(self, item: Any) -> bool:
+        """Whether an object goes into the local file: everything sharded."""
+        if isinstance(item, torch.nn.Module):
+            return self._engine.is_wrapped(item)
+        return self._engine._root_of(item) is not None
 
-class FSDP1Gradients(ShardedGradients):
-    """Gradients of flat parameters, and of others."""
+    def save(self, folder: Path, **options: Any) -> None:
+        """Write this process's own file; there are no options."""
+        warn_of_options(self._engine.name, options)
+        state = {
+            "models": [flat.local_state(root) for root in self._engine._records],
+            "optimizers": [item.state_dict() for item in self._engine._optimizers if self.has(item)],
+        }
+        with staged(folder, process=self._process) as staging:
+            name = file_names.local_state_file(self._process.rank)
+            staging.write(values.encode(state, name), name)
 
-    engine: FSDP1Engine
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward accumulates full gradients instead of reducing them."""
-        root = _root(model)
-        return contextlib.nullcontext() if root is None else self.engine.gradient_sync.no_sync(root.no_sync())
-
-    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients of this window, reduced and unreduced ones."""
-        # Gradients of parameters inside flat ones are views of the flat gradient: they would be scaled twice.
-        groups = flat.group_by_parameter(self.engine._models)
-        others = [item for item in parameters if id(item) not in groups]
-        norms.scale([*gradients_of(others), *flat.gradients(self.engine._models)], factor)
-
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
-        """The total norm of the reduced gradients, over all shards."""
-        sets = flat.gradient_sets(parameters, self.engine._models)
-        return norms.norm_of_sets(sets, norm_type, self.engine.context.process.device)
-
-    def clip_norm(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """As in all sharding engines; gradients are sharded where parameters are."""
-        flat.reshard(self.engine._models)
-        return super().clip_norm(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient shard."""
-        flat.reshard(self.engine._models)
-        super().clip_value(parameters, clip_value)
-
-
-class FSDP1States(ShardedStates):
-    """Full, sharded or local states, depending on the plugin's state_dict_type."""
-
-    engine: FSDP1Engine
-
-    def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The wrapper, which knows the shards of all parameters."""
-        return _root(model) or super().state_root(model)
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state, on the first process of each machine; all participate, others get an empty dict."""
-        root = _root(model)
-        if root is None:
-            return super().state_dict(model, unwrap)
-        # One process of each machine: machines may not share a disk.
-        keep = self.engine.context.process.is_local_main
-        weights = full_weights(root, self.engine._records[root], keep)
-        return weights if keep else {}
-
-    def is_shard(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a flat parameter, or a view of one."""
-        return flat.is_flattened(tensor)
-
-    def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model, to load a full state into."""
-        root = _root(model)
-        return model if root is None else FlatFullStateModel(root, self.engine._records[root])
-
-    def check_save(self, optimizers: Iterable[Any]) -> None:
-        """Reject optimizers of which torch cannot save the state; every process calls it."""
-        for optimizer in optimizers:
-            check_saveable(optimizer, self.engine._models, self.engine.context.process)
-
-    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its full state, gathered now by all processes."""
-        inner, root, names = self.engine._placed(optimizer)
-        if root is None:
-            return optimizer
-        return FlatFullStateOptimizer.gathered(inner, root, names, self.engine.context.process.is_local_main)
-
-    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer, to load a full state into."""
-        inner, root, names = self.engine._placed(optimizer)
-        return optimizer if root is None else FlatFullStateOptimizer(inner, root, names)
-
-    # LOCAL_STATE_DICT: each process reads and writes its own file, which no other process can use.
-
-    @property
-    def _is_local(self) -> bool:
-        return self.engine.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
-
-    def has_native_checkpoint(self, item: Any) -> bool:
-        """Whether an object goes into the local file: with LOCAL_STATE_DICT everything sharded."""
-        if not self._is_local:
-            return False
-        return (
-            self.engine.is_wrapped(item)
-            if isinstance(item, torch.nn.Module)
-            else self.engine._root_of(item) is not None
-        )
-
-    def save_native(self, folder: Path, **options: Any) -> None:
-        """Write this process's own file, with LOCAL_STATE_DICT; there are no options."""
-        super().save_native(folder, **options)
-        if self._is_local:
-            state = {
-                "models": [flat.local_state(root) for root in self.engine._records],
-                "optimizers": [
-                    item.state_dict() for item in self.engine._optimizers if self.has_native_checkpoint(item)
-                ],
-            }
-            with staged(folder, process=self.engine.context.process) as staging:
-                name = file_names.local_state_file(self.engine.context.process.rank)
-                staging.write(values.encode(state, name), name)
-
-    def check_native(self, names: Collection[str]) -> None:
-        """Reject a checkpoint of another engine, or with other shards.
+    def check(self, names: Collection[str]) -> None:
+        """Reject a checkpoint with other shards.
 
         Raises:
-            CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
-                another number of processes.
+            CheckpointError: If it was not saved with LOCAL_STATE_DICT on as many processes.
         """
-        if not self._is_local:
-            super().check_native(names)
-            return
         saved, size = (
             sum(file_names.role_of(name) == "local" for name in names),
-            self.engine.context.process.world_size,
+            self._process.world_size,
         )
         if saved != size:
             raise CheckpointError(
@@ -203,23 +103,20 @@ class FSDP1States(ShardedStates):
                 "many, or with the type that it was saved with."
             )
 
-    def load_native(self, folder: Path, **options: Any) -> None:
-        """Load this process's own file, with LOCAL_STATE_DICT.
+    def load(self, folder: Path, **options: Any) -> None:
+        """Load this process's own file.
 
         Raises:
             Exception: If it does not fit; CheckpointError if it does not fit on another process.
         """
-        if self._is_local:
-            run_on_all_ranks(
-                lambda: self._load_local(folder), self.engine.context.process, "loading each process's shard"
-            )
+        run_on_all_ranks(lambda: self._load(folder), self._process, "loading each process's shard")
 
-    def _load_local(self, folder: Path) -> None:
-        name = file_names.local_state_file(self.engine.context.process.rank)
+    def _load(self, folder: Path) -> None:
+        name = file_names.local_state_file(self._process.rank)
         state = values.decode(tensors.load(folder / name, map_location="cpu"))
         # In the order of `prepare`, as in the file.
-        optimizers = [item for item in self.engine._optimizers if self.has_native_checkpoint(item)]
-        for root, shard in zip(self.engine._records, state["models"], strict=True):
+        optimizers = [item for item in self._engine._optimizers if self.has(item)]
+        for root, shard in zip(self._engine._records, state["models"], strict=True):
             flat.load_local_state(root, shard)
         for optimizer, shard in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(shard)
@@ -228,25 +125,26 @@ class FSDP1States(ShardedStates):
 class FSDP1Engine(ShardedEngine):
     """Modules in FSDP wrappers: each has one flat parameter, unsharded while the module computes."""
 
-    gradients_type = FSDP1Gradients
-    loaders_type = FSDP1Loaders
-    states_type = FSDP1States
-
     name = "fsdp1"
-
     version = 1
+    parameters: FlatParameterMap
+    traits = replace(ShardedEngine.traits, unsupported_optimizers=("LBFGS", "Adafactor", "Muon"))
 
     def __init__(self, context: EngineContext) -> None:
         _check_offload(context.settings.cpu_offload, context.process)
         super().__init__(context)
-        self._flat_map = FlatParameterMap()
-        self.gradient_sync: FlatGradientSync = FlatGradientSync(self._flat_map, context.process)
+        self._freezing = Freezing()
+        # One axis of shards over all processes; for hybrid strategies, machines x processes per machine.
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
+        self.data_parallel = DataParallel(context.process.rank, context.process.world_size, self._mesh)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
 
-    def check(self, request: PrepareRequest) -> None:
-        """Reject what cannot be sharded, before anything is changed."""
-        super().check(request)
+    def _make_parameters(self, send: Callable[[Sequence[torch.Tensor]], None] | None) -> FlatParameterMap:
+        models = self._models
+        return FlatParameterMap(send, reshard=lambda: flat.reshard(models))
+
+    def _check_locally(self, request: PrepareRequest) -> None:
+        super()._check_locally(request)
         fresh = [
             model for model in request.models if not request.evaluation_mode and not self.is_wrapped(model)
         ]
@@ -259,7 +157,7 @@ class FSDP1Engine(ShardedEngine):
             if not self.plugin.use_orig_params:
                 check_stateless(optimizer, fresh)
                 check_group_units(optimizer, units)
-            self._flat_map.check(optimizer)
+            self.parameters.check(optimizer)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Reject a model that does not fit the settings; nothing is changed."""
@@ -285,7 +183,7 @@ class FSDP1Engine(ShardedEngine):
         """Whether the model is sharded already."""
         return _root(model) is not None
 
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap the model; idempotent."""
         if self.is_wrapped(model):
             return model
@@ -301,10 +199,16 @@ class FSDP1Engine(ShardedEngine):
             groups.checkpointed, bool(self.plugin.activation_checkpointing_offload)
         )
         root = flat.shard_flat(model, groups, self._sharding())
-        self._flat_map.record(before, root)
         self._records[root] = record
         self._models[root] = None
-        self.gradient_sync.add(root)
+        self.parameters.record_model(before, flat.owners_by_name(root))
+        self.parameters.add_model(root)
+        # Once, and not in each forward pass.
+        handles = [handle for _, handle in flat.fsdp_units([root])]
+        root.register_forward_pre_hook(partial(check_hooks_of_shards, handles))
+        root.register_forward_pre_hook(partial(drop_stale_hooks, handles))
+        reject_create_graph([root], self.name)
+        check_same_order(root, flat.units_by_name(root), self.context.process, self.name, FSDP_FIX)
         return root
 
     def _sharding(self) -> flat.FlatSharding:
@@ -332,10 +236,10 @@ class FSDP1Engine(ShardedEngine):
     def swap_parameters(self, optimizer: Any) -> None:
         """Replace the optimizer's parameters by those that models have now, and shard its state."""
         inner = getattr(optimizer, "optimizer", optimizer)
-        self._flat_map.swap_parameters(inner)
+        self.parameters.swap_parameters(inner)
         shard_states(inner, self._models)
 
-    # Gradients
+    # In a step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass, also where parameters were frozen or unfrozen inside a window.
@@ -344,7 +248,9 @@ class FSDP1Engine(ShardedEngine):
             RuntimeError: If weights are needed that a previous backward pass has freed, or if the pass begins
                 at no output that torch has found.
         """
-        self.gradient_sync.before_backward()
+        # Outside of a window torch reduces at once, and there is nothing to lose.
+        if self._has_unreduced:
+            self._freezing.follow(self._models)
         try:
             super().backward(loss, **kwargs)
         except ValueError as error:
@@ -365,6 +271,80 @@ class FSDP1Engine(ShardedEngine):
                 "takes several forward passes before the first backward pass."
             ) from error
 
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward accumulates full gradients instead of reducing them."""
+        root = _root(model)
+        return contextlib.nullcontext() if root is None else self._no_sync(root.no_sync())
+
+    def _reduce_pending(self) -> None:
+        """Reduce the unreduced gradients.
+
+        Raises:
+            ValueError: If some belong to parameters that are frozen now; nothing is reduced.
+        """
+        self._freezing.finish(self._models)
+        flat.reduce_gradients(self._models)
+
+    def _drop_pending(self, wanted: set[int] | None) -> None:
+        flat.drop_gradients(self._models, wanted)
+
+    def clip_gradients(self, parameters: Sequence[torch.Tensor], **options: Any) -> torch.Tensor | None:
+        """As in all sharding engines; gradients are sharded where parameters are."""
+        self.parameters.reshard()
+        return super().clip_gradients(parameters, **options)
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of this window, reduced and unreduced ones."""
+        # Gradients of parameters inside flat ones are views of the flat gradient: they would be scaled twice.
+        groups = flat.group_by_parameter(self._models)
+        others = [item for item in parameters if id(item) not in groups]
+        norms.scale([*gradients_of(others), *flat.gradients(self._models)], factor)
+
+    def grad_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The total norm of the reduced gradients, over all shards."""
+        sets = flat.gradient_sets(parameters, self._models)
+        return norms.norm_of_sets(sets, norm_type, self.context.process.device)
+
+    # Saving and loading
+
+    @property
+    def checkpoint(self) -> EngineCheckpoint:
+        """As in all sharding engines; with LOCAL_STATE_DICT this process's own file."""
+        is_local = self.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        native = LocalCheckpoint(self) if is_local else None
+        return replace(super().checkpoint, native=native, check=self._check_save)
+
+    def _check_save(self, optimizers: Iterable[Any]) -> None:
+        for optimizer in optimizers:
+            check_saveable(optimizer, self._models, self.context.process)
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state, on the first process of each machine; all participate, others get an empty dict."""
+        root = _root(model)
+        if root is None:
+            return super().state_dict(model, unwrap)
+        # One process of each machine: machines may not share a disk.
+        keep = self.context.process.is_local_main
+        weights = full_weights(root, self._records[root], keep)
+        return weights if keep else {}
+
+    def to_save(self, item: Any) -> Any:
+        """The wrapper of a model, or an optimizer with its full state, gathered now by all processes."""
+        if isinstance(item, torch.nn.Module):
+            return _root(item) or super().to_save(item)  # the wrapper knows the shards of all parameters
+        inner, root, names = self._placed(item)
+        if root is None:
+            return item
+        return FlatFullStateOptimizer.gathered(inner, root, names, self.context.process.is_local_main)
+
+    def to_load(self, item: Any) -> Any:
+        """The model or optimizer, to load a full state into."""
+        if isinstance(item, torch.nn.Module):
+            wrapper = _root(item)
+            return item if wrapper is None else FlatFullStateModel(wrapper, self._records[wrapper])
+        inner, root, names = self._placed(item)
+        return item if root is None else FlatFullStateOptimizer(inner, root, names)
+
     def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
         """The wrapped model whose parameters an optimizer has."""
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -378,12 +358,12 @@ class FSDP1Engine(ShardedEngine):
         if root is None:
             return inner, None, []
         names = names_in_groups(inner, root, self._records[root])
-        return inner, root, self._flat_map.in_original_order(inner, names)
+        return inner, root, self.parameters.in_original_order(inner, names)
 
 
 def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:
     """The wrapper of a prepared model, below torch.compile's."""
-    plain = getattr(model, "_orig_mod", model)
+    plain = uncompiled(model)
     return plain if isinstance(plain, FullyShardedDataParallel) else None
 
 

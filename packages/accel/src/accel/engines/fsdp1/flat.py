@@ -23,8 +23,8 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_shard, _reshard
 
 from accel.engines.common.norms import ShardSets
-from accel.engines.sharded.groups import Groups, aliases
-from accel.engines.sharded.initial_weights import WeightSource, materialize_group, materialize_rest
+from accel.engines.fsdp_groups import Groups, aliases
+from accel.engines.initial_weights import WeightSource, materialize_group, materialize_rest
 from accel_ops.trees.walk import flatten
 
 

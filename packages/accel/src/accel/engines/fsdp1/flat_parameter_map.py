@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,37 +11,52 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.fsdp1 import flat
+from accel_optim.parameter_map import ParameterMap
 
 if TYPE_CHECKING:
     from accel_state.process.info import ProcessInfo
 
 
-class FlatParameterMap:
-    """Maps original parameters to those that replaced them, with their original names.
+class FlatParameterMap(ParameterMap):
+    """Also the original names of parameters, several of which may have become one flat parameter."""
 
-    Several parameters may have become one flat parameter. References are weak.
-    """
-
-    def __init__(self) -> None:
-        # By identity, as `==` of tensors compares elements; weakly, so that old parameters can be freed.
-        self._new: Any = WeakIdKeyDictionary()  # untyped in torch
+    def __init__(
+        self,
+        send: Callable[[Sequence[torch.Tensor]], None] | None = None,
+        reshard: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(send, reshard=reshard)
         self._names: Any = WeakIdKeyDictionary()
         self._sizes: Any = WeakIdKeyDictionary()
         self._original: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
 
-    def record(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
-        """Record the current parameters of a model.
-
-        Args:
-            before: The names of each parameter that the model had before.
-            root: The wrapped model.
-        """
-        now = flat.owners_by_name(root)
+    def record_model(
+        self, before: dict[torch.nn.Parameter, list[str]], current: dict[str, torch.nn.Parameter]
+    ) -> None:
+        """Record the parameters of a model that was wrapped."""
+        super().record_model(before, current)
         for old, names in before.items():
-            if now[names[0]] is not old:
-                self._new[old] = now[names[0]]
+            if (new := current[names[0]]) is not old:
                 self._names[old] = names[0]
-                self._sizes[now[names[0]]] = self._sizes.get(now[names[0]], 0) + old.requires_grad
+                self._sizes[new] = self._sizes.get(new, 0) + old.requires_grad
+
+    def is_shard(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a flat parameter, or a view of one."""
+        return flat.is_flattened(tensor)
+
+    def in_model(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor belongs to a prepared model; a flat parameter also after its wrapper is gone."""
+        return flat.is_flattened(tensor) or super().in_model(tensor)
+
+    def trained_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that are trained, a flat one once.
+
+        Raises:
+            ValueError: If some, but not all, of the parameters in a flat one are given.
+        """
+        # A flat parameter is stepped as one tensor: a group cannot have a piece of it.
+        self.check_group("The optimizer", parameters)
+        return super().trained_group(parameters)
 
     def check(self, optimizer: Any) -> None:
         """Reject an optimizer with only some of the parameters in a flat one, which is stepped as one tensor.
@@ -62,26 +77,21 @@ class FlatParameterMap:
         Raises:
             ValueError: If it has some.
         """
-        trained = [item for item in parameters if item.requires_grad and item in self._new]
-        for flat_parameter in {self._new[item] for item in trained}:
-            count = sum(self._new[item] is flat_parameter for item in trained)
+        trained = [item for item in parameters if item.requires_grad and item in self._trained]
+        for flat_parameter in {self._trained[item] for item in trained}:
+            count = sum(self._trained[item] is flat_parameter for item in trained)
             _check_all_or_none(optimizer_name, count, self._sizes[flat_parameter])
 
     def swap_parameters(self, optimizer: Any) -> None:
         """Replace the parameters of an optimizer in place: groups, options and schedules stay."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
-        if not any(parameter in self._new for group in groups for parameter in group):
+        if not any(parameter in self._trained for group in groups for parameter in group):
             return
         # Checkpoints number parameters in their original order, which a flat parameter does not have.
         if all(parameter in self._names for group in groups for parameter in group):
             self._original[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
         for group in optimizer.param_groups:
-            group["params"][:] = dict.fromkeys(self._new.get(item, item) for item in group["params"])
-
-    def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter that replaced the given one, or itself."""
-        found: torch.Tensor = self._new.get(parameter, parameter)
-        return found
+            group["params"][:] = dict.fromkeys(self._trained.get(item, item) for item in group["params"])
 
     def in_original_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
         """The names of each group in the user's original order, if it is known."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from accel.engines.common.full_state import empty_like_state, gather_full_state
 from accel.engines.fsdp1.flat import owners_by_name
-from accel.engines.sharded.groups import aliases
+from accel.engines.fsdp_groups import aliases
 from accel_ckpt.sharded.optimizer import set_state, state_to_save, suppress_torch_warnings
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.base.context import EngineContext, PrepareRequest
+from accel.engines.base import Engine
+from accel.engines.common.checks import warn_of_options
+from accel.engines.context import DataParallel, EngineCheckpoint, EngineContext, EngineTraits, PrepareRequest
 from accel.engines.megatron import checkpoint, runtime
 from accel.engines.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
 from accel.engines.megatron.models.bert import BertTrainStep
@@ -41,130 +42,36 @@ _STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
 }
 
 
-class MegatronLMLoaders(Loaders):
-    """Data for each data-parallel group of processes."""
+class MegatronLMCheckpoint:
+    """megatron-core's checkpoint of the model and its optimizer.
 
-    engine: MegatronLMEngine
+    Args:
+        model: The model.
+        optimizer: Its optimizer; None for a model that is only evaluated.
+        plugin: The settings.
+    """
 
-    @property
-    def dp_rank_and_size(self) -> tuple[int, int]:
-        """(rank, size) of the data-parallel group; model-parallel processes get the same batches."""
-        state = runtime.parallel_state()
-        return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    def __init__(self, model: MegatronEngine, optimizer: Any, plugin: MegatronLMPlugin) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._plugin = plugin
 
-    @property
-    def data_ranks(self) -> list[int]:
-        """The data-parallel rank of each process."""
-        return self.engine._data_ranks
+    def has(self, item: Any) -> bool:
+        """Whether it is the model or its optimizer."""
+        return item is self._model or item is self._optimizer
 
-    def loader_to_prepare(self, loader: Any) -> Any:
-        """A loader whose batches have all micro-batches of a step."""
-        assert self.engine.plugin.num_micro_batches is not None, "set when the plugin was created"
-        return with_micro_batches(loader, self.engine.plugin.num_micro_batches)
+    def save(self, folder: Path, **options: Any) -> None:
+        """Write megatron-core's checkpoint; there are no options."""
+        warn_of_options("megatron_lm", options)
+        checkpoint.save(self._model, folder, self._plugin)
 
-    extra_types = (MegatronLMDummyDataLoader, IndexedLoader)
-
-    def prepare_extra(self, item: Any, accelerator: Any) -> Any:
-        """Loaders of Megatron's datasets: the training set, then the validation set, then the test set."""
-        if isinstance(item, IndexedLoader):
-            return item
-        # The placeholder is prepared three times; the first time builds all loaders.
-        if not self.engine._loaders:
-            self.engine._loaders = list(item.build_train_valid_test_data_iterators(accelerator))
-        return self.engine._loaders.pop(0)
-
-
-class MegatronLMGradients(Gradients):
-    """Gradients in Megatron-LM's buffers."""
-
-    engine: MegatronLMEngine
-
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> None:
-        """None: Megatron-LM scales losses itself."""
-
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Megatron-LM weights losses itself.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "backward(loss, weight=...) under Megatron-LM: set "
-            "MegatronLMPlugin(calculate_per_token_loss=True)."
-        )
-
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
-        """Unknown before the step; afterwards it is `optimizer.grad_norm`."""
-        return None
-
-    def clip_norm(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Make the next step clip by this norm instead of the plugin's; the norm is known afterwards.
-
-        Raises:
-            ValueError: If it is not the 2-norm.
-        """
-        if norm_type != 2:
-            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): Megatron-LM clips by the 2-norm.")
-        if self.engine._optimizer is not None:
-            self.engine._optimizer.clip_by(float(max_norm))
-        return None
-
-    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        """Megatron-LM clips only by the norm.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("clip_grad_value_ is not supported under Megatron-LM: use clip_grad_norm_.")
-
-
-class MegatronLMStates(States):
-    """megatron-core's checkpoint of the model and its optimizer."""
-
-    engine: MegatronLMEngine
-
-    @property
-    def saves_model(self) -> bool:
-        """Every process writes its shard."""
-        return True
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Not supported: each process has a shard with Megatron's shapes.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "get_state_dict and save_model under Megatron-LM: the weights are sharded, in Megatron's "
-            "shapes. save_state writes them, and megatron-core's tools convert them."
-        )
-
-    def has_all_names(self, model: torch.nn.Module) -> bool:
-        """False: the layers of the model are split over pipeline stages."""
-        return model is not self.engine._model
-
-    def has_native_checkpoint(self, item: Any) -> bool:
-        """Whether Megatron's checkpoint has it: the model and its optimizer."""
-        return item is self.engine._model or item is self.engine._optimizer
-
-    def save_native(self, folder: Path, **options: Any) -> None:
-        """Write megatron-core's checkpoint."""
-        super().save_native(folder, **options)
-        if self.engine._model is not None:
-            checkpoint.save(self.engine._model, folder, self.engine.plugin)
-
-    def check_native(self, names: Collection[str]) -> None:
+    def check(self, names: Collection[str]) -> None:
         """Reject a checkpoint that Megatron-LM cannot load, before anything is changed."""
-        if self.engine._model is not None:
-            checkpoint.check(names)
+        checkpoint.check(names)
 
-    def load_native(self, folder: Path, **options: Any) -> None:
+    def load(self, folder: Path, **options: Any) -> None:
         """Load megatron-core's checkpoint."""
-        if self.engine._model is not None:
-            checkpoint.load(self.engine._model, folder, self.engine.plugin)
+        checkpoint.load(self._model, folder, self._plugin)
 
 
 class MegatronLMEngine(Engine):
@@ -174,17 +81,23 @@ class MegatronLMEngine(Engine):
     `optimizer.step()` clips and steps.
     """
 
-    loaders_type = MegatronLMLoaders
-    gradients_type = MegatronLMGradients
-    states_type = MegatronLMStates
-
     name = "megatron_lm"
-
-    ignored_handlers: ClassVar = {
-        "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
-        "scaler": "Megatron-LM scales losses itself. Set other_megatron_args of MegatronLMPlugin",
-        "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
-    }
+    traits = EngineTraits(
+        scales_losses=True,
+        rejects_weights=(
+            "backward(loss, weight=...) under Megatron-LM: set "
+            "MegatronLMPlugin(calculate_per_token_loss=True)."
+        ),
+        ignored_handlers={
+            "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
+            "scaler": "Megatron-LM scales losses itself. Set other_megatron_args of MegatronLMPlugin",
+            "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
+        },
+        loader_types=(MegatronLMDummyDataLoader, IndexedLoader),
+        saves_collectively=True,
+        saves_on_all_processes=True,
+        splits_layers=True,
+    )
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -207,10 +120,12 @@ class MegatronLMEngine(Engine):
         check_other_arguments(self.plugin.other_megatron_args or {})
         check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
+        # Model-parallel processes get the same batches.
+        state = runtime.parallel_state()
+        rank, size = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
         # Gathered once: loaders need the rank of every process, and megatron-core only knows the local one.
-        self._data_ranks: list[int] = gather_object(
-            [self.loaders.dp_rank_and_size[0]], process=context.process
-        )
+        ranks: list[int] = gather_object([rank], process=context.process)
+        self.data_parallel = DataParallel(rank, size, context.mesh, ranks)
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
         self._loaders: list[Any] | None = None
@@ -249,7 +164,7 @@ class MegatronLMEngine(Engine):
         if sizes := _sizes(request):
             # Megatron-LM has one batch size, but training and evaluation loaders may differ.
             size = min(sizes) if plugin.is_train_batch_min else max(sizes)
-            plugin.set_training_args(size, self.loaders.dp_rank_and_size[1])
+            plugin.set_training_args(size, self.data_parallel.size)
         if plugin.custom_model_provider_function is None:
             plugin.set_network_size_args(request.models[0])
         warn(
@@ -302,7 +217,7 @@ class MegatronLMEngine(Engine):
             )
         return _STEPS[kind](accelerator, args)
 
-    def prepare_scheduler(self, scheduler: Any) -> Any | None:
+    def setup_scheduler(self, scheduler: Any) -> Any | None:
         """Megatron-LM's scheduler, which replaces the placeholder.
 
         Raises:
@@ -321,6 +236,21 @@ class MegatronLMEngine(Engine):
             gradient_state=self.context.gradient_state,
         )
 
+    def setup_loader(self, loader: Any, accelerator: Any) -> Any:
+        """A loader whose batches have all micro-batches of a step, or one of Megatron's own datasets.
+
+        Of these the placeholder stands for the training set, then the validation set, then the test set.
+        """
+        if isinstance(loader, IndexedLoader):
+            return loader
+        if isinstance(loader, MegatronLMDummyDataLoader):
+            # It is prepared three times; the first time builds all loaders.
+            if not self._loaders:
+                self._loaders = list(loader.build_train_valid_test_data_iterators(accelerator))
+            return self._loaders.pop(0)
+        assert self.plugin.num_micro_batches is not None, "set when the plugin was created"
+        return with_micro_batches(loader, self.plugin.num_micro_batches)
+
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
@@ -330,7 +260,7 @@ class MegatronLMEngine(Engine):
         chunk: Any = runtime.core("utils").unwrap_model(model.model_chunks[0])
         return chunk  # type: ignore[no-any-return]
 
-    # Gradients
+    # In a step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Do nothing: the call of the model ran the backward pass.
@@ -344,6 +274,48 @@ class MegatronLMEngine(Engine):
                 "computes, and backward only takes the `loss` of that call's output. For another loss, set "
                 "MegatronLMPlugin(custom_loss_function=...)."
             )
+
+    def clip_gradients(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+    ) -> None:
+        """Make the next step clip by this norm instead of the plugin's; `optimizer.grad_norm` is it then.
+
+        Raises:
+            ValueError: If it is not the 2-norm.
+        """
+        if clip_value is not None:
+            raise ValueError("clip_grad_value_ is not supported under Megatron-LM: use clip_grad_norm_.")
+        if max_norm is None:
+            return
+        if norm_type != 2:
+            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): Megatron-LM clips by the 2-norm.")
+        if self._optimizer is not None:
+            self._optimizer.clip_by(float(max_norm))
+
+    # Saving and loading
+
+    @property
+    def checkpoint(self) -> EngineCheckpoint:
+        """megatron-core's checkpoint, once there is a model."""
+        if self._model is None:
+            return EngineCheckpoint()
+        return EngineCheckpoint(native=MegatronLMCheckpoint(self._model, self._optimizer, self.plugin))
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Not supported: each process has a shard with Megatron's shapes.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "get_state_dict and save_model under Megatron-LM: the weights are sharded, in Megatron's "
+            "shapes. save_state writes them, and megatron-core's tools convert them."
+        )
 
 
 def _check_placeholder(scheduler: Any) -> None:

@@ -102,7 +102,7 @@ def parameter_names(run: Run) -> dict[int, tuple[str, int]]:
         plain = run.engine.unwrap_model(model, keep_torch_compile=False)
         prefix = f"models[{number}]." if len(run.prepared.models) > 1 else ""
         for name, parameter in plain.named_parameters():
-            trained = run.engine.gradient_sync.trained_parameter(parameter)
+            trained = run.engine.parameters.trained(parameter)
             found.setdefault(id(trained), (prefix + name, len(found)))
     for number, optimizer in enumerate(run.prepared.optimizers):
         for group, options in enumerate(optimizer.param_groups):

@@ -66,7 +66,7 @@ class Guard(Observer):
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Record the order of its parameters in backward."""
-        if self._settings.check_gradients and not self._run.engine.gradients.are_sharded:
+        if self._settings.check_gradients and not self._run.engine.traits.shards_gradients:
             self._order.record(model)
         if self._recorder is not None:
             self._recorder.model_prepared(model)
@@ -165,7 +165,7 @@ class Guard(Observer):
         measured = self._measured.get(id(optimizer), Measured())
         facts = self._facts(measured)[None]
         # A process that has run out of data calls no collectives: each one checks by itself.
-        joining = self._run.engine.loaders.join_state
+        joining = self._run.engine.data_parallel.uneven_inputs
         on_all_ranks = process.world_size > 1 and not (joining is not None and joining.active)
         table = (operations.gather(facts, process=process) if on_all_ranks else facts).tolist()
         spikes = self._spikes_of(optimizer)

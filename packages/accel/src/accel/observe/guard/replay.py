@@ -118,7 +118,7 @@ class _Replay(Observer):
         for name, parameter in plain.named_parameters():
             if not _is_finite([parameter.detach()]):
                 self._found.setdefault("parameter that is not finite before", prefix + name)
-            if parameter.requires_grad and not self._run.engine.gradients.are_sharded:
+            if parameter.requires_grad and not self._run.engine.traits.shards_gradients:
                 parameter.register_post_accumulate_grad_hook(partial(self._reached, prefix + name))  # type: ignore[no-untyped-call]
         for name, module in plain.named_modules():
             label = (
@@ -139,11 +139,11 @@ class _Replay(Observer):
     def _look_at_shards(self) -> None:
         """Look at gradients that come by no hook, from the model's last parameter on."""
         engine = self._run.engine
-        if engine.gradients.are_sharded:
+        if engine.traits.shards_gradients:
             for model in self._run.prepared.models:
                 plain = engine.unwrap_model(model, keep_torch_compile=False)
                 for name, parameter in reversed([*plain.named_parameters()]):
-                    self._reached(name, engine.gradient_sync.trained_parameter(parameter))
+                    self._reached(name, engine.parameters.trained(parameter))
 
     def _print_batch(self, number: int, recorded: dict[str, Any], batch: Any) -> None:
         index = self._place[0]

@@ -45,7 +45,7 @@ class Statistics(Observer):
     def __init__(self, run: Run, settings: StatisticsKwargs, folder: Path | None) -> None:
         self._run, self._settings = run, settings
         self._reports = RankReports(run.process, "statistics")
-        self._data_rank, size = run.engine.loaders.dp_rank_and_size
+        self._data_rank, size = run.engine.data_parallel.rank_and_size
         self._files = RunFiles(folder, distinct_fraction=size / run.process.world_size)
         now = partial(_synchronized_now, run.process.device) if settings.synchronize else time.perf_counter
         self.clock = Clock(now)

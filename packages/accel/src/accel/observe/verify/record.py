@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from accel.engines.base import is_native
 from accel.engines.common.loader import EngineLoader
 from accel.observe.base import ObserverKwargs
 from accel.observe.verify.fingerprint import sample_digests, sketch
@@ -116,8 +117,8 @@ class TrainingRecorder(Observer):
         self._detach = ExitStack()
         self.record: dict[str, Any] = {
             "process": run.process.rank,
-            "data_rank": run.engine.loaders.dp_rank_and_size[0],
-            "data_shards": run.engine.loaders.dp_rank_and_size[1],
+            "data_rank": run.engine.data_parallel.rank,
+            "data_shards": run.engine.data_parallel.size,
             "split_batches": run.dataloader_config.split_batches,
             "precision": run.state.mixed_precision,
             "models": [],
@@ -365,16 +366,14 @@ class TrainingRecorder(Observer):
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
         self._step.optimizer = list(self._counts).index(optimizer)
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-        states = self._run.engine.states
+        engine = self._run.engine
         # DeepSpeed and Megatron step flat tensors of which each process has a shard.
-        has_engine_optimizer = any(
-            states.has_native_checkpoint(item) for item in self._run.prepared.optimizers
-        )
+        has_engine_optimizer = any(is_native(engine, item) for item in self._run.prepared.optimizers)
         chosen = [item for item in parameters if id(item) in names or not has_engine_optimizer]
         self._step.gradients = self._sketches(
             (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
             for number, item in enumerate(chosen)
-            if item.grad is not None and not states.is_shard(item)
+            if item.grad is not None and not engine.parameters.is_shard(item)
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -390,7 +389,7 @@ class TrainingRecorder(Observer):
     def _sketches(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]:
         found = {}
         for name, item in named:
-            if self._run.engine.states.is_shard(item) or item.is_meta or item.is_complex():
+            if self._run.engine.parameters.is_shard(item) or item.is_meta or item.is_complex():
                 if name not in self.record["not_compared"]:
                     self.record["not_compared"].append(name)
                 continue

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
-from accel.engines.mesh.context.ring import balanced_positions
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.context_parallel import balanced_positions
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
 
@@ -250,7 +250,7 @@ def group_facts() -> tuple[Any, ...]:
     mesh = model.inputs.weight.device_mesh
     return (
         accelerator.engine.name,
-        accelerator.engine.loaders.dp_rank_and_size,
+        accelerator.engine.data_parallel.rank_and_size,
         rows,
         mesh.mesh_dim_names,
         accelerator.is_fsdp2,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel.engines import torch_private
-from accel.engines.mesh.context.ring import Ring, balanced_positions, ring_attention
+from accel.engines.context_parallel import Ring, balanced_positions, ring_attention
 
 LENGTH = 16
 

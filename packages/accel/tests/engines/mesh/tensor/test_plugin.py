@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
+from accel.engines.tp_plugin import TorchTensorParallelPlugin
 from accel.utils import TorchTensorParallelPlugin as exported
 from accel_state.parallelism.config import ParallelismConfig
 

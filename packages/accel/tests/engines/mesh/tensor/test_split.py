@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accel.accelerator import Accelerator
-from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
-from accel.engines.mesh.tensor.split import get_model_tp_size, tensor_plan
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.common.layouts import get_model_tp_size
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
+from accel.engines.tensor_parallel import tensor_plan
+from accel.engines.tp_plugin import TorchTensorParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchTensorParallelConfig
 from accel_world.warned import warns_once
 
@@ -87,7 +88,7 @@ def step(sizes: dict[str, int], on_meta: bool) -> tuple[torch.Tensor, dict[str, 
     facts = [
         get_model_tp_size(model),
         accelerator.tensor_parallel_rank,
-        accelerator.engine.loaders.dp_rank_and_size[1],
+        accelerator.engine.data_parallel.size,
     ]
     return loss.detach(), grads, [*facts, float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
 

@@ -1,13 +1,15 @@
-"""Tensor parallelism: weights split over the processes of one axis, by a plan of module names."""
+"""Tensor parallelism: splitting the weights of layers over one axis of the mesh."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -16,13 +18,23 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel.engines.mesh.context.language_models import text_config
-from accel.engines.mesh.tensor.replicated_weights import SummedGradients
-from accel.engines.sharded.groups import aliases
-from accel.engines.sharded.initial_weights import Names, WeightSource, materialize_group, put_parameter
+from accel.engines.fsdp_groups import aliases
+from accel.engines.initial_weights import Names, WeightSource, materialize_group, put_parameter
+from accel.engines.language_models import text_config
+from accel.engines.torch_private import direct_parameters
+from accel_state.devices.table import device_spec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class SummedGradients(ParallelStyle):
+    """Sums the gradients of a module's own parameters over the group, for norms per head, say."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        module.forward = SummedForward(module, device_mesh)
+        return module
+
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -246,43 +258,118 @@ def split_weights(
                 put_parameter(model, other, model.get_parameter(in_module[0]))
 
 
-def is_split(model: torch.nn.Module, size: int, engine: str) -> bool:
-    """Whether the weights of a model are split already, by the script or by loading with a `tp_plan`.
+class SummedForward:
+    """A module's forward whose parameters pass their gradients through a sum over a group.
 
     Args:
-        model: The model.
-        size: Processes of one tensor-parallel group.
-        engine: The name of the engine.
-
-    Raises:
-        ValueError: If they are split over another number of processes.
+        module: The module.
+        mesh: The group, one axis.
     """
-    # Meshes without names count, too.
-    sizes = (item.device_mesh.size() for item in model.parameters() if isinstance(item, DTensor))
-    current = get_model_tp_size(model) or next(sizes, 1)
-    if current not in (1, size):
-        raise ValueError(
-            f"the weights of {type(model).__name__} are split over {current} processes already, and {engine} "
-            f"has tp_size={size}. Pass ParallelismConfig(tp_size={current}, ...), or leave the splitting to "
-            "prepare(): load the model without a tp_plan, and give it a _tp_plan."
-        )
-    return current > 1
+
+    def __init__(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
+        self.module, self.forward, self.mesh = module, module.forward, mesh
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward."""
+        # Restored after the call: optimizers and state dicts need the leaves.
+        parameters = direct_parameters(self.module)
+        original = dict(parameters)
+        for name, parameter in original.items():
+            if parameter is not None and parameter.requires_grad:
+                parameters[name] = _summed(parameter, self.mesh.get_group())
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            parameters.update(original)
 
 
-def get_model_tp_size(model: torch.nn.Module) -> int | None:
-    """How many processes split the weights of a model.
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        # A view: the parameter itself stays a leaf.
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A copy: the sum is in place, and other nodes may use this gradient.
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _summed(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.nn.Parameter:
+    apply: Callable[..., Any] = _Summed.apply
+    return cast("torch.nn.Parameter", apply(parameter, group))
+
+
+class SharedRandomState:
+    """Forward hooks that broadcast the random state of the first process of a group, in training.
+
+    Nothing is sent while forward passes use no random numbers.
 
     Args:
-        model: A model that was prepared, or loaded with a `tp_plan`.
-
-    Returns:
-        The size of the tensor-parallel group; None if no weight is split.
+        group: The processes that split the weights.
+        device: This process's device.
     """
-    # Models of transformers have the attribute.
-    tp_size: int | None = getattr(model, "tp_size", None)
-    if tp_size is not None:
-        return tp_size
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-            return parameter.device_mesh["tp"].size()
-    return None
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._uses_random = True  # until a forward pass does not
+        self._before: torch.Tensor | None = None
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Register the hooks."""
+        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        model.register_forward_hook(self.after_forward)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Use the random state of the first rank, if the last forward pass used random numbers."""
+        self._before = None
+        if model.training:
+            self._before = self._state()
+            if self._uses_random:
+                first = self._before.to(self._device, copy=True)
+                dist.broadcast(first, dist.get_global_rank(self._group, 0), group=self._group)
+                first = first.cpu()
+                if not torch.equal(first, self._before):
+                    self._set_state(first)
+                    self._before = first
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Record whether the forward pass used random numbers.
+
+        Raises:
+            RuntimeError: If it did for the first time, with different states on the processes.
+        """
+        if self._before is None:
+            return
+        uses_random = not torch.equal(self._state(), self._before)
+        if uses_random and not self._uses_random:
+            states = [torch.empty_like(self._before, device=self._device) for _ in range(self._group.size())]
+            dist.all_gather(states, self._before.to(self._device), group=self._group)
+            if any(not torch.equal(state, states[0]) for state in states):
+                raise RuntimeError(
+                    f"{type(model).__name__} drew random numbers in forward for the first time (dropout was "
+                    "switched on), and the processes that split its weights (tp) drew different ones: their "
+                    "copies of the weights that are not split would drift apart. Call set_seed() on all of "
+                    "them before, with the same seed."
+                )
+        self._uses_random = uses_random
+
+    def _state(self) -> torch.Tensor:
+        """The states of torch's generators, as one tensor on the CPU."""
+        state = torch.get_rng_state()
+        if self._device.type == "cpu":
+            return state
+        return torch.cat([state, torch.as_tensor(device_spec(self._device).get_rng_state())])
+
+    def _set_state(self, state: torch.Tensor) -> None:
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:size])
+        if self._device.type != "cpu":
+            device_spec(self._device).set_rng_state(state[size:])

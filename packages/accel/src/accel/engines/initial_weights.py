@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from accel.engines.sharded.groups import aliases
+from accel.engines.common.layouts import local
+from accel.engines.fsdp_groups import aliases
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 ParamInitFn = Callable[[torch.nn.Module], None]
 Names = Mapping[torch.nn.Parameter, Sequence[str]]
@@ -176,10 +177,3 @@ def _filled(value: torch.Tensor, how: WeightSource) -> torch.Tensor:
         if sent is not shard:
             shard.copy_(sent)
     return value
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a tensor; the tensor itself if it is not sharded."""
-    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    inner: torch.Tensor = getattr(shard, "_tensor", shard)  # for torchao's weights that are gathered in fp8
-    return inner

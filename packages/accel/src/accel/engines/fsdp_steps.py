@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from accel.engines.common.swap_parameters import ParameterMap, swap_parameters
-from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
-from accel.engines.sharded.groups import choose_groups, ignored_parameters
+from accel.engines.common.swap_parameters import swap_parameters
+from accel.engines.fsdp_groups import apply_activation_checkpointing, choose_groups, ignored_parameters
 from accel.engines.torch_private import plain_name
+from accel_optim.parameter_map import ParameterMap
 from accel_state import env
 
 
@@ -97,7 +97,7 @@ def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Mo
             f"fsdp2_prepare_model shards with fully_shard, and the engine is {accelerator.engine.name}. Make "
             "the Accelerator with FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
-    sharded: torch.nn.Module = accelerator.engine.wrap_model(model)
+    sharded: torch.nn.Module = accelerator.engine.setup_model(model)
     return sharded
 
 
@@ -122,9 +122,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
                     f"{type(optimizer).__name__}, of shape {tuple(old.shape)}. Make it of all parameters, "
                     "before the model is sharded."
                 )
-            if new is not old:
-                parameter_map.add(old, new)
-    swap_parameters(optimizer, parameter_map.current)
+            parameter_map.record(old, new)
+    swap_parameters(optimizer, parameter_map.trained)
 
 
 def get_parameters_from_modules(

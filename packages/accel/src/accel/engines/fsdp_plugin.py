@@ -1,4 +1,4 @@
-"""Settings of fully sharded data parallelism, version 1 (the wrapper) and 2 (`fully_shard`)."""
+"""The settings of FSDP, both versions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
-from accel.engines.sharded.layer_classes import find_classes
-from accel.engines.sharded.plugin_parsing import choice
-from accel.engines.sharded.plugin_warnings import warn_of_unused
+from accel.engines.common.checks import warn_of_ignored
 from accel_state import env
 from accel_state.env.fields import from_env, read_environment
 from accel_state.logging.warning import warn
@@ -340,3 +338,107 @@ class FullyShardedDataParallelPlugin:
                 f"fsdp_version={self.fsdp_version} takes a {kind.__name__}, a dict of its arguments, or a "
                 "dtype's name such as 'bf16'."
             )
+
+
+def choice(field: str, value: Any, choices: dict[Any, Any]) -> Any:
+    """Return the value of a name in any case; a value of `choices` is returned unchanged.
+
+    Args:
+        field: The setting, for the message.
+        value: The name, or its number in `choices`, or a value.
+        choices: Values by name.
+
+    Raises:
+        ValueError: If it is not among them.
+    """
+    # By identity: True equals 1, but is not a version.
+    if any(value is item for item in choices.values()):
+        return value
+    name = value.upper() if isinstance(value, str) else value
+    if isinstance(name, str) and name.isdigit():  # old configurations number the choices from 1
+        number = int(name)
+        name = (
+            number if number in choices else list(choices)[number - 1] if 0 < number <= len(choices) else name
+        )
+    if isinstance(name, bool) or name not in choices:
+        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(str(item) for item in choices)}.")
+    return choices[name]
+
+
+def warn_of_unused(plugin: Any) -> None:
+    """Warn of unused settings, each with the reason, and reset them.
+
+    Args:
+        plugin: The plugin, complete.
+    """
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)  # of a complete one
+    # The values without an argument; those of the environment are ignored without a warning.
+    classes = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
+    size = env.get("FSDP_MIN_NUM_PARAMS")
+    unset: dict[str, tuple[Any, str]] = {}
+    if plugin.fsdp_version == 2 and not plugin.limit_all_gathers:
+        unset["limit_all_gathers"] = True, "fsdp_version=2 always does"
+    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading and plugin.sync_module_states is False:
+        unset["sync_module_states"] = True, "with cpu_ram_efficient_loading only rank 0 has the weights"
+    if plugin.activation_checkpointing_offload and not plugin.activation_checkpointing:
+        unset["activation_checkpointing_offload"] = False, "activation_checkpointing is not set"
+    if policy is not wrap.size_based_auto_wrap_policy and plugin.min_num_params not in (None, size):
+        unset["min_num_params"] = size, "auto_wrap_policy is not 'size_based_wrap'"
+    class_names = plugin.transformer_cls_names_to_wrap
+    if policy is not wrap.transformer_auto_wrap_policy and class_names not in (None, classes):
+        unset["transformer_cls_names_to_wrap"] = classes, "auto_wrap_policy is not 'transformer_based_wrap'"
+    for name in ("state_dict_config", "optim_state_dict_config"):
+        config = getattr(plugin, name)
+        # Local state dicts have neither option; a sharded one has the first alone.
+        if not getattr(config, "offload_to_cpu", True) or not getattr(config, "rank0_only", True):
+            unset[name] = None, "states are gathered to the CPU, full ones on the first process of a machine"
+    warn_of_ignored(plugin, {name: reason for name, (_, reason) in unset.items()})
+    for name, (value, _) in unset.items():
+        setattr(plugin, name, value)
+
+
+_CLASSES_KEY = "fsdp_transformer_layer_cls_to_wrap in the config file of accel launch, or its flag"
+
+
+def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
+    """The class of a module, or of one inside of it, by its name.
+
+    Args:
+        module: The module.
+        name: The class's name, without its module.
+
+    Returns:
+        The class; None if no module has it.
+    """
+    return next((type(item) for item in module.modules() if type(item).__name__ == name), None)
+
+
+def find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
+    """Return the classes of the layers to wrap; none, with a warning, if no names are set.
+
+    Args:
+        model: The model.
+        names: Their names; None for those in the model's `_no_split_modules`.
+
+    Raises:
+        ValueError: If the model has no module of a class that is named.
+    """
+    by_name = {type(module).__name__: type(module) for module in model.modules()}
+    wanted = names or getattr(model, "_no_split_modules", None)
+    if not wanted:
+        warn(
+            f"{type(model).__name__} is sharded, and gathered, in one piece: auto_wrap_policy is "
+            "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its "
+            f"layer classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
+        )
+        return set()
+    # A model's own list may name layers that this configuration of it does not have.
+    missing = sorted(set(wanted) - set(by_name)) if names else []
+    classes = {by_name[name] for name in wanted if name in by_name}
+    if missing or not classes:
+        raise ValueError(
+            f"transformer_cls_names_to_wrap names {', '.join(missing or sorted(wanted))}, and "
+            f"{type(model).__name__} has modules of these classes: {', '.join(sorted(by_name))}. Correct the "
+            f"names ({_CLASSES_KEY})."
+        )
+    return classes

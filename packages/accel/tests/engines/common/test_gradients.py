@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel import Accelerator
-from accel.engines.base import gradients
+from accel.engines.common.gradients import tensors_with_grad
+from accel_optim.parameter_map import ParameterMap
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -72,10 +73,21 @@ def test_torchs_function_clips_other_tensors() -> None:
     parameter.grad = parameter.grad.as_subclass(Kind)
     elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))
     elsewhere.grad = torch.zeros(2, device="meta")
-    with mock.patch.object(gradients, "_clip_uniform") as plain:
+    torchs = torch.nn.utils.clip_grad_norm_
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", side_effect=torchs) as general:
         Accelerator().clip_grad_norm_([elsewhere], 1e-3)
         Accelerator().clip_grad_norm_([parameter], 1e-3)
-        assert not plain.called
+        assert general.call_count == 2
         Accelerator().clip_grad_norm_(parameters_of([(3,)], [torch.float32], 0), 1e-3)
-        assert plain.called
+        assert general.call_count == 2
     assert float(parameter.grad.norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_several_parameters_in_one_flat_one_are_clipped_once() -> None:
+    first, second, flat = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    parameters = ParameterMap()
+    parameters.record(first, flat)
+    parameters.record(second, flat)
+    other = torch.nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    assert tensors_with_grad(parameters, [first, second, other]) == [flat, other]

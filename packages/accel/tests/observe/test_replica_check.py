@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
 from accel.local_sgd import LocalSGD
 from accel_optim.handlers import DistributedDataParallelKwargs
 from accel_state.parallelism.config import ParallelismConfig
@@ -37,7 +39,7 @@ class Layers(torch.nn.Sequential):
 
 def data(accelerator: Accelerator) -> torch.Tensor:
     """This process's shard of a batch."""
-    rank, size = accelerator.engine.loaders.dp_rank_and_size
+    rank, size = accelerator.engine.data_parallel.rank_and_size
     return torch.linspace(-2, 2, 24).view(6, 4).chunk(size)[rank]
 
 
@@ -263,3 +265,23 @@ def step_in_turn() -> str:
 def test_each_of_several_optimizers_is_checked(world):
     for told in world.run(step_in_turn, env={"ACCELERATE_CHECK_REPLICAS_STEPS": "2"}):
         assert told.startswith("1, 0: Layers.0.weight differs between processes, before step 2")
+
+
+def freed_at_once() -> bool:
+    gc.collect()
+    gc.disable()
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = Layers()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(data(accelerator)).square().mean())
+        optimizer.step()
+        alive = weakref.ref(accelerator.unwrap_model(model))
+        del accelerator, model, optimizer
+        return alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_check_keeps_nothing_alive(world):
+    assert world.run(freed_at_once, env={"ACCELERATE_CHECK_REPLICAS_STEPS": "1"}) == [True, True]

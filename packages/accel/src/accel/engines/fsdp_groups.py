@@ -1,17 +1,20 @@
-"""Which modules are sharded separately, and which parameters are not sharded."""
+"""The modules that FSDP shards separately, and those whose activations are computed again."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+    from accel.engines.fsdp_plugin import FullyShardedDataParallelPlugin
+
 
 Policy = Callable[..., bool]
 
@@ -146,3 +149,37 @@ def _is_separable(name: str, module: torch.nn.Module, names: dict[torch.nn.Param
 def _aliases_of(module: torch.nn.Module, names: dict[torch.nn.Parameter, list[str]]) -> Iterator[str]:
     for parameter in module.parameters():
         yield from names[parameter]
+
+
+class CheckpointedForward:
+    """A module's forward that saves only its inputs; a class, so that the module still pickles.
+
+    The module is not wrapped: names of parameters and classes stay.
+    """
+
+    def __init__(self, forward: Callable[..., Any], offload: bool) -> None:
+        self.forward = forward
+        self.offload = offload
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, and again in backward."""
+        if not self.offload:
+            # The reentrant variant takes no keyword arguments, and needs an input that requires a gradient.
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        # Only the inputs are still saved for backward.
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def apply_activation_checkpointing(modules: Iterable[torch.nn.Module], offload: bool) -> None:
+    """Checkpoint the activations of modules; idempotent.
+
+    Args:
+        modules: The modules.
+        offload: Keep the saved inputs on the CPU.
+    """
+    for module in modules:
+        # An instance attribute: the module is not wrapped, and names of parameters stay.
+        if not isinstance(vars(module).get("forward"), CheckpointedForward):
+            module.forward = CheckpointedForward(module.forward, offload)

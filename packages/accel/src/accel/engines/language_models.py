@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.engines.mesh.context.sequence_shard import SequenceShard
+from accel.engines.context_parallel import SequenceShard
 from accel_ops.signatures import signature
 
 _IGNORED = -100  # as torch's cross_entropy has it by default

@@ -1,1 +1,0 @@
-"""Data parallelism with replicated models."""

@@ -1,1 +1,0 @@
-"""FSDP2, HSDP, tensor and context parallelism over one device mesh."""
