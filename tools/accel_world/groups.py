@@ -64,5 +64,6 @@ def _caches() -> Iterator[Any]:
     if redistribute is not None and hasattr(redistribute, "_planner_cache"):
         yield redistribute._planner_cache.clear
     debug = sys.modules.get("torch.distributed.tensor.debug")
-    if debug is not None and hasattr(debug, "_clear_sharding_prop_cache"):
-        yield debug._clear_sharding_prop_cache
+    if debug is not None:
+        yield debug._clear_python_sharding_prop_cache
+        yield debug._clear_fast_path_sharding_prop_cache

@@ -45,8 +45,8 @@ class _Records:
             _collecting.reset(token)
             self._copies.clear()
             if self.pickler is not None:
-                # The garbage collector frees classes. With torch 2.6 and 2.9, and after an error, the method
-                # would keep the copies until then.
+                # The garbage collector frees classes. After an error the method would keep the copies until
+                # then.
                 self.pickler.of_storage = self.pickler.persistent_id = None
 
     # The signature of PyTorchFileWriter.write_record, its only method that torch.serialization._save calls

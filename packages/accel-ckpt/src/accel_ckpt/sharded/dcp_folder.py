@@ -189,6 +189,8 @@ def _collective(function: Callable[[], _T], process: ProcessInfo, task: str, gro
             with warnings.catch_warnings():
                 # torch warns of no_dist=True, which is intended here.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                # torch 2.10 itself uses the deprecated class when it writes.
+                warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
                 return function()
         except CheckpointException as error:  # errors of some processes, raised on all
             # Of the lowest rank, so that every process raises the same error.

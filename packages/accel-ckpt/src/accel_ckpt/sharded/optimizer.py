@@ -28,7 +28,6 @@ from torch.distributed.fsdp import FSDPModule
 from accel_ckpt.folder.all_ranks import run_on_all_ranks
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.training_state.undo import make_groups_undo, make_undo, undo_on_error
-from accel_state.imports.packages import is_torch_version
 from accel_state.process.info import ProcessInfo
 
 # torch's optimizers whose step begins by creating the state in a separate method.
@@ -88,31 +87,17 @@ def set_state(
     """
     # Not strict: a parameter may have no state.
     options = StateDictOptions(full_state_dict=full, strict=False)
-    filled = _for_all_parameters(state)
     _reshard(model)
     with suppress_torch_warnings(), undo_on_error(optimizer), _without_a_step(optimizer):
         try:
-            set_optimizer_state_dict(model, [optimizer], filled, options=options)
+            set_optimizer_state_dict(model, [optimizer], state, options=options)
         except ValueError as error:
-            # The second is torch's message if parameters without state have an empty one.
-            partial = ("single flat parameter", "Differing optimizer state names")
-            if not any(text in str(error) for text in partial):
+            if "single flat parameter" not in str(error):
                 raise
             raise ValueError(f"{error}. {_FLAT}") from error
-        if filled is not state:
-            for key in [key for key, value in optimizer.state.items() if not value]:
-                del optimizer.state[key]
         left = sorted(key for key in optimizer.state if isinstance(key, str))
         if left:  # torch takes them for state of no parameter
             raise ValueError(f"the checkpoint has state for {left}, and none for others. {_FLAT}")
-
-
-def _for_all_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Add an empty entry for each parameter without state: torch 2.6 fails without it, 2.13 does not."""
-    if is_torch_version(">=", "2.13") or not state.get("state"):
-        return state
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    return {**state, "state": {name: {} for name in names} | state["state"]}
 
 
 def different_state(state: dict[str, Any], saved: Collection[str]) -> tuple[list[str], list[str]]:

@@ -114,7 +114,9 @@ def clear_sharding_cache() -> None:
     cache has those of the old one.
     """
     debug: Any = import_module("torch.distributed.tensor.debug")
-    debug._clear_sharding_prop_cache()
+    # Both, as torch before 2.13 has no function that does.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 # `fully_shard`
