@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -927,9 +927,7 @@ class Accelerator:
             with accelerator.maybe_context_parallel([inputs, targets], [1, 1], {inputs, targets}):
                 accelerator.backward(loss_function(model(inputs), targets))
         """
-        if (sequences := self.engine.data_parallel.sequences) is None:
-            return nullcontext()
-        return sequences.shard(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.engine.data_parallel.shard_sequences(buffers, buffer_seq_dims, no_restore_buffers)
 
     # Collectives: every process calls them
 

@@ -244,3 +244,14 @@ class DataParallel:
     def rank_and_size(self) -> tuple[int, int]:
         """The index of this process, and the number of processes with different samples."""
         return self.rank, self.size
+
+    def shard_sequences(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `Sequences.shard`; a no-op without context parallelism."""
+        if self.sequences is None:
+            return contextlib.nullcontext()
+        return self.sequences.shard(buffers, dims, no_restore)
