@@ -55,7 +55,11 @@ def test_a_narrow_help_cuts_no_word(command, monkeypatch, capsys) -> None:
     assert set(help_of(command, 60, monkeypatch, capsys).split()) <= set(whole)
 
 
-def test_python_m_accel_is_accel() -> None:
-    ran = subprocess.run([sys.executable, "-m", "accel", "--version"], capture_output=True, text=True)
-
+def test_python_m_accel_is_accel(tmp_path) -> None:
+    command = [sys.executable, "-m", "accel"]
+    ran = subprocess.run([*command, "--version"], capture_output=True, text=True)
     assert (ran.stdout, ran.stderr, ran.returncode) == (f"accel {__version__}\n", "", 0)
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    launch = ["launch", "--cpu", "--num_processes", "2", str(tmp_path / "fails.py")]
+    ran = subprocess.run([*command, *launch], capture_output=True, timeout=60)
+    assert ran.returncode == 3
