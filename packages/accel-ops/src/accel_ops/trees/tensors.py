@@ -65,6 +65,14 @@ def find_batch_size(data: Any) -> int:
         TypeError: If there is no tensor, only objects of other types.
         ValueError: If there is nothing in `data`, or all its tensors are 0-dimensional.
     """
+    # The usual batches, without a search: statistics look at each batch of a run.
+    first = data
+    if type(data) in (list, tuple):
+        first = data[0] if data else None
+    elif type(data) is dict:
+        first = next(iter(data.values()), None)
+    if isinstance(first, torch.Tensor) and first.dim():
+        return int(first.shape[0])
     match = find_path(data, lambda node: isinstance(node, torch.Tensor) and node.dim() > 0)
     if match:
         return int(match[1].shape[0])
