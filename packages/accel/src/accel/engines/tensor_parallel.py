@@ -249,13 +249,20 @@ def split_weights(
         name, style = pending.pop(module)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
         materialize_group(model, module, done, names, source)
-        # None: each process has the full weights, and takes its part without asking.
-        parallelize_module(module, mesh, style, src_data_rank=None)
+        _parallelize(module, mesh, style)
         for tied in shared:
             # `parallelize_module` creates new parameters, which unties those of other modules.
             in_module = [other for other in tied if other.rpartition(".")[0] == name]
             for other in tied if in_module else ():
                 put_parameter(model, other, model.get_parameter(in_module[0]))
+
+
+def _parallelize(module: torch.nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    frozen = [name for name, item in module.named_parameters(recurse=False) if not item.requires_grad]
+    # None: each process has the full weights, and takes its part without asking.
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    for name in frozen:  # torch 2.10 makes them trainable
+        module.get_parameter(name).requires_grad_(False)
 
 
 class SummedForward:

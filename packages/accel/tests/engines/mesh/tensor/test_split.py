@@ -19,7 +19,7 @@ from accel.engines.tp_plugin import TorchTensorParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchTensorParallelConfig
 from accel_world.warned import warns_once
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
 
 WORDS, WIDTH, HEADS = 6, 8, 4
 
@@ -189,6 +189,21 @@ def train_again() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_second_training_does_not_talk_to_groups_that_are_gone(world):
     for first, second in world.run(train_again, timeout_s=100):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def freeze() -> list[str]:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    model = Model()
+    for frozen in (model.up, model.scale, model.embed):
+        frozen.requires_grad_(False)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(words()).square().mean())
+    assert all((item.grad is not None) is item.requires_grad for item in model.parameters())
+    return [name for name, item in model.named_parameters() if item.requires_grad]
+
+
+def test_frozen_weights_are_split_and_stay_frozen(world):
+    assert world.run(freeze) == [["down.weight", "down.bias"]] * 2
 
 
 def ask_for_overlap() -> None:
