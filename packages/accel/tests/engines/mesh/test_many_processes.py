@@ -159,6 +159,7 @@ def test_the_ranks_of_a_mesh_are_listed_no_more_often_than_by_torchs_own_calls(
             with fake_world(1024):
                 make(Model(layers), tensor)
             totals.append(lists)
+        assert min(totals) > 0
         of_four_layers.append(totals[1] - totals[0])
     hand, ours = of_four_layers
-    assert 0 < ours <= hand
+    assert ours <= hand
