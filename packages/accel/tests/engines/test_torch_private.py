@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, debug, distribute_tensor
 
 from accel.engines import torch_private
 from accel_world.fake import fake_world
+
+pytestmark = pytest.mark.core
 
 
 def test_the_module_inside_of_a_compiled_one():
@@ -88,7 +91,7 @@ def test_operations_on_dtensors_are_planned_again():
         tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
         assert planned(tensor) >= 1
         assert planned(tensor) == 0
-        torch_private.clear_sharding_cache()
+        torch_private.clear_sharding_caches()
         assert planned(tensor) == 1
 
 

@@ -39,7 +39,7 @@ from accel.engines.initial_weights import Names, WeightSource, materialize_group
 from accel.engines.language_models import check_language_models, complete_inputs_for
 from accel.engines.sharded_engine import ShardedEngine, warn_of_upcast
 from accel.engines.tensor_parallel import SharedRandomState, split_weights, tensor_plan
-from accel.engines.torch_private import clear_sharding_cache, layout_of, uncompiled
+from accel.engines.torch_private import clear_sharding_caches, layout_of, uncompiled
 from accel_optim.parameter_map import ParameterMap
 from accel_state.logging.warning import warn
 
@@ -58,7 +58,7 @@ class MeshEngine(ShardedEngine):
         super().__init__(context)
         self._unused: list[Any] = []  # parameters without a gradient here, until the window ends
         # A previous Accelerator may have had process groups that are gone.
-        clear_sharding_cache()
+        clear_sharding_caches()
         self._meshes = find_meshes(context)
         self.name = context.name
         self._sequences = _context_parallel(context, self._meshes)

@@ -107,16 +107,19 @@ def layout_of(tensor: DTensor) -> Any:
     return tensor._spec
 
 
-def clear_sharding_cache() -> None:
-    """Clear torch's cache of how operations on DTensors are sharded.
+def clear_sharding_caches() -> None:
+    """Clear torch's caches of how operations on DTensors are sharded, and of how layouts are changed.
 
     torch 2.10 to 2.15. A new mesh is equal to one of the same shape whose process groups are gone, and the
-    cache has those of the old one.
+    caches have those of the old one.
     """
     debug: Any = import_module("torch.distributed.tensor.debug")
+    redistribute: Any = import_module("torch.distributed.tensor._redistribute")
     # Both, as torch before 2.13 has no function that does.
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
+    # It has placements from the others, with the mask of a split embedding.
+    redistribute._gen_transform_infos.cache_clear()
 
 
 # `fully_shard`

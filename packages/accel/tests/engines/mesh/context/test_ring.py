@@ -14,6 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel.engines import torch_private
 from accel.engines.context_parallel import Ring, balanced_positions, ring_attention
 
+pytestmark = pytest.mark.core
+
 LENGTH = 16
 
 
