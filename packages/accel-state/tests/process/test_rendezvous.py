@@ -62,7 +62,7 @@ def test_processes_share_the_cores_and_exit_cleanly(tmp_path: Path) -> None:
     assert [worker.returncode for worker in workers] == [0, 0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for out, _ in outputs:
-        # The last line: gloo of torch 2.9 prints one of its own before.
+        # The last line: gloo of torch 2.10 prints one of its own before.
         assert out.splitlines()[-1] == f"threads {max(1, cores // 2)}"
     assert [error for _, error in outputs] == ["", ""]
 

@@ -226,9 +226,8 @@ def test_methods_of_objects_are_summed_over_processes_which_have_them_elsewhere(
 
     printed = capsys.readouterr().out
     has_functions = any("run_backward" in event.key for event in profiler.key_averages())
-    if is_torch_version(">=", "2.13") and is_torch_version(
-        "<", "2.14"
-    ):  # neither 2.10 nor 2.15 averages them
+    # Neither 2.10 nor 2.15 averages them.
+    if is_torch_version(">=", "2.13") and is_torch_version("<", "2.14"):
         assert has_functions
     assert ("<built-in method run_backward of torch._C._EngineBase object>" in printed) == has_functions
     assert " at 0x" not in printed
