@@ -179,19 +179,14 @@ class EngineTraits:
     splits_layers: bool = False
 
 
-@dataclass
-class UnevenInputs:
-    """Training in which processes may run out of data, for engines that support it.
+class UnevenInputs(Protocol):
+    """Training in which processes may run out of data."""
 
-    Attributes:
-        active: Whether a `join` context is open now.
-    """
-
-    active: bool = False
+    active: bool
+    """Whether a `join` context is open now."""
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """A context in which a process without data participates in the collectives of the others."""
-        raise NotImplementedError
 
 
 class Sequences(Protocol):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.common.check_on_all_ranks import check_on_all_ranks
 from accel.engines.common.standalone import average_gradients
-from accel.engines.context import EngineContext, EngineTraits, PrepareRequest, UnevenInputs
+from accel.engines.context import EngineContext, EngineTraits, PrepareRequest
 from accel.engines.distributed import DistributedEngine
 from accel.precision.outside_dynamo import call_outside_dynamo
 from accel_ops.trees.walk import flatten
@@ -26,8 +26,11 @@ from accel_optim.optimizer import AcceleratedOptimizer
 _HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
 
 
-class DDPUnevenInputs(UnevenInputs):
+class JoinedInputs:
     """Torch's Join: a process without data participates in the collectives of DDP's backward passes."""
+
+    def __init__(self) -> None:
+        self.active = False
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """A context for models and torch's Joinable objects.
@@ -71,7 +74,7 @@ class DDPEngine(DistributedEngine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         # A separate object: loaders keep it, and must not keep the engine.
-        self._uneven_inputs = DDPUnevenInputs()
+        self._uneven_inputs = JoinedInputs()
         self.data_parallel = replace(self.data_parallel, uneven_inputs=self._uneven_inputs)
         self._local = _LocalGradients()
         # The parameters that were frozen when DDP was made.

@@ -39,7 +39,7 @@ from accel.engines.initial_weights import Names, WeightSource, materialize_group
 from accel.engines.language_models import check_language_models, complete_inputs_for
 from accel.engines.sharded_engine import ShardedEngine, warn_of_upcast
 from accel.engines.tensor_parallel import SharedRandomState, split_weights, tensor_plan
-from accel.engines.torch_private import clear_sharding_caches, layout_of, uncompiled
+from accel.engines.torch_private import clear_sharding_caches, gradient_hooks, layout_of, uncompiled
 from accel_optim.parameter_map import ParameterMap
 from accel_state.logging.warning import warn
 
@@ -164,9 +164,7 @@ class MeshEngine(ShardedEngine):
         """
         self.parameters.record_model(before, dict(model.named_parameters(remove_duplicate=False)))
         self.parameters.add_model(model)
-        hooks = {
-            id(self.parameters.trained(old)): old._backward_hooks for old in before if old._backward_hooks
-        }
+        hooks = {id(self.parameters.trained(old)): found for old in before if (found := gradient_hooks(old))}
         units: dict[str, Any] = {
             name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)
         }
@@ -177,7 +175,7 @@ class MeshEngine(ShardedEngine):
         split = (
             module
             for module in model.modules()
-            if any(isinstance(item, DTensor) for item in module._parameters.values())
+            if any(isinstance(item, DTensor) for item in module.parameters(recurse=False))
         )
         reject_create_graph([model, *(units.values() or split)], self.name)
         check_same_order(model, units, self.context.process, self.name, FSDP_FIX)

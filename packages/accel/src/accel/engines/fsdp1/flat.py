@@ -1,6 +1,6 @@
 """Wrapping models in torch's FullyShardedDataParallel (FSDP version 1), and reading flat parameters.
 
-The only module that reads torch's private state of version 1 (torch 2.6 to 2.13). Each wrapped module has a
+The only module that reads torch's private state of version 1 (torch 2.10 to 2.13). Each wrapped module has a
 flat parameter: one vector of all its parameters, of which each process of a group keeps a shard.
 """
 

@@ -1,7 +1,7 @@
 """Parameters inside flat ones that are frozen or unfrozen during training.
 
 With `use_orig_params` torch computes the full gradient of a flat parameter, including frozen members, and
-drops the gradients of these when the window ends (torch 2.6 to 2.13). So a member that is unfrozen inside a
+drops the gradients of these when the window ends (torch 2.10 to 2.13). So a member that is unfrozen inside a
 window would get gradients from before, and one that is frozen there would lose its gradients.
 
 A forward pass whose loss is dropped leaves the hooks of its backward pass to the next one, which fails inside
@@ -98,7 +98,7 @@ def drop_stale_hooks(handles: Iterable[Any], model: torch.nn.Module, args: Any) 
         waiting = getattr(flat, "_post_backward_hook_state", None)
         is_trained = any(item.requires_grad for item in flat._params or (flat,))
         if waiting is not None and len(waiting) != 1 + is_trained:  # as torch checks after backward
-            # The hook's handle is the last entry (torch 2.6 to 2.13); with it gone torch registers a new one
+            # The hook's handle is the last entry (torch 2.10 to 2.13); with it gone torch registers a new one
             # in forward.
             waiting[-1].remove()
             del flat._post_backward_hook_state
